@@ -14,7 +14,7 @@ PYTHONS := $(if $(PYTHON),$(PYTHON),python3 python3.14 python3.13 python3.12 pyt
 # Passed on: `make train ARGS="--guests 0"`, `make test ARGS=tests/unit`.
 ARGS ?=
 
-# Some images forbid Python to keep what it has compiled. Each process of the tests would then compile all anew: 7 s of
+# Some images disable Python's bytecode cache. Each test process would then compile everything again: 7 s of
 # CPU for every worker.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -37,7 +37,7 @@ QUICK := $(shell grep -LE '^(import|from) torch' tests/unit/test_*.py 2>/dev/nul
 # Programs that some tests need, which are skipped without.
 PACKAGES := chromium fish iproute2 munge nftables openssh-client openssh-server procps slurm-client slurmctld slurmd
 
-# The stamps are written last and hold the folder's name, so a .venv whose making was interrupted, whose
+# The stamps are written last and hold the folder's name, so a .venv that is incomplete, whose
 # interpreter is gone, or whose folder was moved is not taken for a sound one.
 SOUND := $(shell test "`cat $(STAMP) 2>/dev/null`" = "$(CURDIR)" && $(BIN)/python -c "" 2>/dev/null && echo yes)
 
@@ -48,16 +48,16 @@ help:
 	@echo "make test    everything CI runs: ruff, mypy, pytest (ARGS=... goes to pytest)"
 	@echo "make quick   ruff, mypy and the tests of the pure parts, in a minute"
 	@echo "make docs    build the documentation as a site: build/docs/index.html"
-	@echo "make lessons run every command of the lessons and compare what they show (ARGS=--write renews it; ARGS=2)"
+	@echo "make lessons run every command of the lessons and compare their output (ARGS=--write updates it; ARGS=2)"
 	@echo "make dist    build the wheel and the sdist into dist/"
 	@echo "make test-clusters  what make test leaves out: Ray (240 MB to install), Dask over a network, unequal machines"
-	@echo "make test-elsewhere  the same as others would run it: another processor, locale, user, folder, a busy"
+	@echo "make test-elsewhere  make test as others would run it: another processor, locale, user, folder, a busy"
 	@echo "             machine; two passes (ARGS=\"--pass busy\"; ARGS=--help)"
 	@echo "make bench   measure the claims that the docs make"
 	@echo "make stress  kill, freeze, damage, intrude: a part of the campaign in docs/reliability.md, 30 minutes"
 	@echo "             at most (ARGS=\"--only R1,S2 --scale 1 --minutes 60 --json FILE\"; ARGS=--help)"
 	@echo "make setup   only make .venv, with all that the tests need"
-	@echo "make pins    renew constraints.txt: the newest of everything but torch"
+	@echo "make pins    update constraints.txt: the newest version of everything but torch"
 	@echo "make system-packages  on Debian, as root: programs without which some tests are skipped"
 	@echo "make clean   remove .venv, caches and build outputs (run folders stay)"
 
@@ -99,7 +99,7 @@ test: $(TOOLS)
 	$(BIN)/ruff check .
 	@$(BIN)/mypy & types=$$!; \
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not clusters" $(ARGS); tests=$$?; \
-	wait $$types || { echo "error: mypy found what it says above, or says again: $(BIN)/mypy" >&2; exit 1; }; \
+	wait $$types || { echo "error: mypy found errors, shown above; to see them again: $(BIN)/mypy" >&2; exit 1; }; \
 	[ $$tests != 5 ] || echo "error: ARGS chose no test" >&2; \
 	exit $$tests
 

@@ -1,8 +1,8 @@
-"""How potluck is built: setuptools, and one file more in an editable install.
+"""Builds Potluck with setuptools, and adds one file to an editable install.
 
-pip install -e leaves no code of ours in the environment, only the way to this folder. torch reads its entry points
-from the environment, so ours would be an error at `import torch` once the folder has moved. The module it names
-is therefore put there as a file (see src/_potluck_torch.py).
+pip install -e puts no code into the environment, only the path of this folder. torch reads its entry points
+from the environment, so `import torch` would fail once the folder has moved. The module that the entry point names
+is therefore installed as a file (see src/_potluck_torch.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def build_editable(
     config_settings: dict[str, Any] | None = None,
     metadata_directory: str | None = None,
 ) -> str:
-    """Of PEP 660: the wheel of an editable install."""
+    """Build the wheel of an editable install (PEP 660)."""
     name = str(build_meta.build_editable(wheel_directory, config_settings, metadata_directory))
     add(Path(wheel_directory) / name, HOOK)
     return name

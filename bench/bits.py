@@ -25,7 +25,7 @@ from typing import Any
 from potluck.lab.detour import read_token, write_token
 from potluck.lab.proxy import ProxyProcess
 from potluck.lab.shaping import LinkSpec
-from potluck.spec import about
+from potluck.plan import about
 from potluck.spec.rig import Workload
 
 MBIT = 125_000.0

@@ -5,7 +5,7 @@
 Same machine, 2 and 4 processes: all-reduce of 64 MiB at 2.5 times gloo's bus bandwidth or more, of 1 MiB at 2
 times, 4 KiB no later than gloo's. Two lab machines (needs root or user namespaces), 1 Gbit/s: 0.97 of what a bare
 TCP connection carries (iperf3, where it is installed) from 16 MiB on, and with int8 3.5 times gloo's rate, both
-encrypted; on an unshaped link, which is as fast as memory, 1.2 times gloo's in the clear, as gloo is; what it is
+encrypted; on an unshaped link, which is as fast as memory, 1.2 times gloo's if unencrypted, as gloo is; what it is
 encrypted is shown. Owns the bars; the measurement is `potluck bench collectives`.
 """
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from potluck.dist.copy_threads import CopyThreads, number_of
-from potluck.dist.local import LocalGroup
+from potluck.dist.local_collectives import LocalGroup
 from potluck.dist.local_memory import GroupMemory, Sizes
 from potluck.dist.record import Call, Header
 from potluck.limits import usable_cores

@@ -111,7 +111,7 @@ ONLY_IN_DOCS = ("thin-twins", "photos", "thumbnails")
 
 def short_table(found: dict[str, dict[str, Any]]) -> str:
     """For the README: what each rig is, and the speed-ups."""
-    lines = ["| fleet | DDP | DDP, balanced by hand | **Potluck** | possible |", "|---|---|---|---|---|"]
+    lines = ["| fleet | DDP | DDP, balanced by hand | **Potluck** | ideal |", "|---|---|---|---|---|"]
     for rig, results in found.items():
         if rig in ONLY_IN_DOCS:
             continue

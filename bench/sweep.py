@@ -213,7 +213,7 @@ def survived(number: int) -> bool:
 
     from potluck.fleet.script import read_script
     from potluck.fleet.sealed import KeyPair
-    from potluck.sweep.dask import DaskSweep
+    from potluck.sweep.dask_trials import DaskSweep
     from potluck.sweep.spec import SweepWork, TrialResult, trials_of
 
     os.environ |= {"POTLUCK_DEVICE": "paced:0.001", "PYTHONPATH": str(ROOT / "src")}

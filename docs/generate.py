@@ -27,10 +27,17 @@ DOCS = ROOT / "docs"
 BEGIN, END = "<!-- docs/generate.py: {} -->\n", "<!-- docs/generate.py: end -->"
 MESSAGES = re.compile(rf"(<!-- docs/generate.py: messages ([\w ]+) -->\n).*?({re.escape(END)})", re.DOTALL)
 JSON_TYPES = {
+    "Amount": "number",
     "Any": "any",
+    "Direction": "`in`, `out` or `event`",
+    "Finite": "number",
     "Natural": "integer",
+    "Length": "integer",
     "None": "null",
     "Positive": "integer",
+    "Settings": "object of settings",
+    "Text": "string",
+    "Whole": "integer",
     "bool": "boolean",
     "dict": "object",
     "float": "number",
@@ -46,7 +53,8 @@ JSON_TYPES = {
 def first_sentence(path: Path) -> str:
     """What the module's docstring says it owns."""
     text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")[0].split())
-    return re.split(r"(?<=[.?!])\s+(?=[A-Z`])", text)[0].rstrip(".")
+    sentence = re.split(r"(?<=[.?!])\s+(?=[A-Z`])", text)[0].rstrip(".")
+    return re.sub(r"(?<![`\w])__\w+__(?![`\w])", r"`\g<0>`", sentence)  # no bold word
 
 
 def file_list() -> Iterator[str]:
@@ -58,10 +66,10 @@ def file_list() -> Iterator[str]:
         yield f"\n### `potluck/{name}`\n"
         if about:
             yield f"{about}.\n"
-        yield "| file | what it owns |\n|---|---|"
-        for path in sorted(room.glob("*.py")):
-            if path.name not in ("__init__.py", "_version.py"):
-                yield f"| `{path.name}` | {first_sentence(path).replace('|', '/')} |"
+        files = [path for path in sorted(room.glob("*.py")) if path.name not in ("__init__.py", "_version.py")]
+        if files:
+            yield "| file | what it owns |\n|---|---|"
+        yield from (f"| `{path.name}` | {first_sentence(path).replace('|', '/')} |" for path in files)
 
 
 # -- tables of tagged classes ---------------------------------------------------------------------------
@@ -135,11 +143,13 @@ def json_type(annotation: ast.expr) -> str:
         case ast.BinOp(left=left, right=right):
             names = [json_type(left), json_type(right)]
             return " or ".join(name for name in names if name)
-        case ast.Subscript(value=ast.Name(id="tuple" | "list"), slice=ast.Tuple(elts=[of, *_]) | of):
+        case ast.Subscript(value=ast.Name(id="tuple" | "list" | "Many"), slice=ast.Tuple(elts=[of, *_]) | of):
             return f"list of {json_type(of)}"
         case ast.Subscript(value=ast.Name(id="Literal"), slice=ast.Tuple(elts=values)):
             return " or ".join(f"`{ast.literal_eval(value)}`" for value in values)
         case ast.Subscript(value=ast.Name(id="dict"), slice=ast.Tuple(elts=[_, of])):
+            return f"object of {json_type(of)}"
+        case ast.Subscript(value=ast.Name(id="Named"), slice=of):
             return f"object of {json_type(of)}"
         case ast.Attribute(attr="UnsetType"):
             return ""
@@ -193,6 +203,8 @@ def type_text(found: Any) -> tuple[str, str]:
             return type_text(found.type)[0], f"cut to {found.extra['cut']} characters"
         case "IntType" | "FloatType":
             name = "integer" if type(found).__name__ == "IntType" else "number"
+            if found.le == sys.float_info.max:
+                return name, "finite" if found.ge else "at least 0"
             return name, "" if found.ge is None else f"{number_text(found.ge)} to {number_text(found.le)}"
         case "StrType":
             return "string", f"at most {found.max_length} characters" if found.max_length else ""
@@ -316,7 +328,7 @@ PUBLIC = {
             "close",
         ),
     ),
-    ("hosting.py", "HostedRun", "`run`, more of it with `host=True`"): ("close",),
+    ("hosting.py", "HostedRun", "`run` with `host=True`"): ("close",),
     ("train/step.py", "Step", "`step`, a `potluck.Step`"): ("number", "backward", "loss", "ends_epoch"),
 }
 """What scripts use of each class; the rest is for the package."""
@@ -414,6 +426,7 @@ def main() -> None:
             {
                 "manifest": class_tables(SOURCE / "spec" / "manifest.py"),
                 "events": class_tables(SOURCE / "spec" / "events.py"),
+                "flight": class_tables(SOURCE / "spec" / "flight_record.py"),
             },
         ),
         reference / "options.md": page(reference / "options.md", {"options": option_tables()}),

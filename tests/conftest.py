@@ -71,6 +71,17 @@ def _ctrl_c_works() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes with one thread: for small tensors, two would wait for each other longer than they compute."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 _contexts: weakref.WeakSet[zmq.Context[Any]] = weakref.WeakSet()
 
 

@@ -23,6 +23,7 @@ PARTS = {
     "finite": ["finite.py"],
     "tax": ["tax.py", "--plain"],
     "alone": ["alone.py"],
+    "trainer": ["trainer.py"],
     "desk": ["desk.py"],
 }
 

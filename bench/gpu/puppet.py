@@ -20,10 +20,10 @@ from potluck.checked import build
 from potluck.codec import to_wire
 from potluck.device import Mark, pick
 from potluck.hub.guest import GuestHub, RunOver, Update
+from potluck.hub.guest_work import Work
 from potluck.hub.link import GuestLink, RawFrames
+from potluck.hub.model_tensors import ModelTensors
 from potluck.hub.parity import SKETCH_VALUES
-from potluck.hub.tensors import ModelTensors
-from potluck.hub.work import Work
 from potluck.spec.messages import GradMessage, HashMessage, HelloMessage, ResyncMessage, TensorMessage
 from potluck.train import recipes
 from potluck.train.telemetry import versions
@@ -36,7 +36,7 @@ class PuppetHub(GuestHub):
     def prepare(self) -> None:
         counts = {piece.count for piece in self._layout.pieces}
         # A run that chooses codecs may go over from int4 to thin.
-        named = {codec.name: codec for codec in self._up.likely} | {"": self._up.first}
+        named = {codec.name: codec for codec in self._pieces.up.likely} | {"": self._pieces.up.first}
         self._noise = {
             (name, n): to_wire(codec, codec.encode(torch.randn(n) * 1e-9))
             for name, codec in named.items()

@@ -18,7 +18,7 @@ from potluck.codec import get
 from potluck.device import pick
 from potluck.hub.host_coder import Failed, HostCoder
 from potluck.hub.inputs import ContributionDecoded, PieceCoded
-from potluck.hub.tensors import ModelTensors, raw_bytes
+from potluck.hub.model_tensors import ModelTensors, raw_bytes
 from potluck.train.flight import Flight
 from potluck.train.recipes.gpt import GptConfig, GptRecipe
 

@@ -31,10 +31,6 @@ class Row:
     short: tuple[str, ...]
     """Tests of `make test`, as FILE::NAME below tests/faults."""
 
-    @property
-    def command(self) -> str:
-        return f"bench/stress/{self.script}"
-
 
 ROWS = (
     Row(

@@ -145,7 +145,7 @@ class Scene:
         try:
             loaded = load_latest(self.run / "checkpoints")
             for path in checkpoint_folder.newest_first(self.run / "checkpoints"):
-                checkpoint_folder.verified(path)
+                checkpoint_folder.verified(path, checkpoint_folder.FolderManifest)
         except (PotluckError, checkpoint_folder.DamagedError) as error:
             raise Trouble(f"an unreadable checkpoint: {error}") from None
         found = loaded.step if loaded is not None else 0

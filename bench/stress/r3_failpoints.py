@@ -35,8 +35,8 @@ REFUSED = ("refuse",)
 REPLACED = ("checkpoint.before-replace", "checkpoint.replacing", "checkpoint.replaced")
 ONCE = ("run", "hello", "ready", "welcome", "tensor", "check", "sketch", "bye", "leave", "refuse", "keys", "token")
 ONCE += ("manifest", "introduce", "introduced", "compare", "compared", "closed")
-SAVED = {"plan": ("plan", "home-pair"), "facts": ("doctor",)}
-"""Files that no run writes, and the commands that do."""
+SAVED = {"result": ("plan", "home-pair")}
+"""The file that no run writes, and a command that does: `--save` and `--json` of all verbs are one function."""
 TRIES = 5
 """So many runs for one kill at most: one may be passed by, where the count was too high or nobody was late."""
 

@@ -18,6 +18,7 @@ from _forks import Trouble
 from torch import nn
 
 from potluck.train.checkpoint import Snapshot, load_latest, save
+from potluck.train.saved_place import SavedPlace
 
 DAMAGES_A_FOLDER = 100
 campaign = begin("R5", "truncate or flip bits in any checkpoint file", times=1000, minutes=10)
@@ -32,7 +33,13 @@ def make(folder: Path, step: int) -> Path:
     average = nn.Linear(3, 3)
     return save(
         folder,
-        Snapshot(step=step, model=model, optimizer=optimizer, objects={"average": average}, extra={"n": step}),
+        Snapshot(
+            step=step,
+            model=model,
+            optimizer=optimizer,
+            objects={"average": average},
+            place=SavedPlace(samples=None, global_batch=None, seed=step),
+        ),
     )
 
 
@@ -86,7 +93,7 @@ def attempt(number: int, folder: Path, chance: random.Random) -> int:
 
 def noticed(folder: Path, newest: Path, name: str, how: str) -> None:
     loaded = load_latest(folder)
-    if loaded is None or loaded.step != 1 or loaded.extra != {"n": 1}:
+    if loaded is None or loaded.step != 1 or loaded.place.seed != 1:
         raise Trouble(f"{name}, {how}: loaded {loaded and loaded.path}")
     ((path, reason),) = loaded.skipped
     # A manifest of another step, whole in itself, is told apart by the files that it does not describe.

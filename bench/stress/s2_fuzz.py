@@ -26,8 +26,8 @@ from _forks import Trouble
 from _scene import Scene
 from count_job import Counter
 
-from potluck.hub.tensors import ModelTensors
-from potluck.spec.layout import fingerprint_to_json
+from potluck.hub.layout import fingerprint_to_json
+from potluck.hub.model_tensors import ModelTensors
 from potluck.wire.frames import dump_json
 from potluck.wire.token import decode
 from support.fuzz import SHARES, Fuzz

@@ -11,7 +11,6 @@ are on that address, too.
 from __future__ import annotations
 
 import random
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 from _campaign import begin
 from _forks import Trouble
 
+from potluck.fleet.ranks import free_port
 from potluck.wire.token import local_addresses
 from support.fleet import JOB, Fleet
 from support.processes import TestProcess
@@ -143,11 +143,6 @@ def lab(folder: Path) -> None:
             raise Trouble(f"lab bench --loopback listened on {sorted(sockets.all)}")
         if left := still_listening(sockets.all):
             raise Trouble(f"lab bench has ended and somebody still listens on {left}")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from _rows import MINUTES, NAMES, ROWS, Row
 
 BEGIN, END = "<!-- campaign: begin (bench/stress/table.py writes this) -->", "<!-- campaign: end -->"
 PENDING = "pending"
-HEADER = ("row", "what", "must", "wanted", "counted", "bad", "date", "command", "short version in `make test`")
+HEADER = ("row", "what", "must", "wanted", "counted", "bad", "date", "short version in `make test`")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -63,7 +63,7 @@ def _cells(row: Row, pieces: Sequence[dict[str, Any]]) -> list[str]:
         counted, bad = _counted(row, pieces), str(sum(piece["bad"] for piece in pieces))
         days = sorted({piece["date"] for piece in pieces})
         dates = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    return [row.name, row.what, row.must, wanted, counted, bad, dates, f"`{row.command}`", short]
+    return [row.name, row.what, row.must, wanted, counted, bad, dates, short]
 
 
 def _counted(row: Row, pieces: Sequence[dict[str, Any]]) -> str:

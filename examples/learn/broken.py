@@ -16,12 +16,13 @@ from guess import verdict
 
 options = argparse.ArgumentParser()
 options.add_argument("fault", choices=["none", "slow", "late", "die", "once"])
+options.add_argument("--backend", default="potluck", help="gloo tells the same with less detail")
 options.add_argument("--timeout", type=float, default=15, help="timeout of the group in seconds")
 options.add_argument("--guess", type=float, help="seconds that you think rank 0 waits in step 3")
 args = options.parse_args()
 
 attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-dist.init_process_group("potluck", timeout=timedelta(seconds=args.timeout))
+dist.init_process_group(args.backend, timeout=timedelta(seconds=args.timeout))
 rank = dist.get_rank()
 if rank == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all ranks at once: let this one say what it saw

@@ -41,7 +41,10 @@ def pick(found: Any, path: list[str]) -> Any:
 if __name__ == "__main__":
     guess, name, *path = sys.argv[1:]
     with sys.stdin if name == "-" else open(name, encoding="utf-8") as file:
-        found = json.load(file)
+        text = file.read()
+    if not text.strip():
+        sys.exit(f"{name} is empty: the command that should write it failed, or was stopped")
+    found = json.loads(text)
     cut = path.index("/") if "/" in path else len(path)
     measured = float(pick(found, path[:cut]))
     if cut < len(path):

@@ -1,11 +1,13 @@
 """DDP from the inside: torchrun --standalone --nproc-per-node 2 examples/learn/inside.py --steps 3
 
-Each rank prints its own loss, the mean of all ranks' losses and the sum of its weights. Rank 0 prints the buckets
-in which DDP sent the gradients. `--alone` leaves DDP out, `--profile` shows what torch's profiler sees.
+Each rank prints its own loss, the mean of all ranks' losses and a checksum of all bits of its weights. Rank 0
+prints the buckets in which DDP sent the gradients. `--alone` leaves DDP out, `--profile` shows what torch's
+profiler sees.
 """
 
 import argparse
 import time
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -17,8 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 
 options = argparse.ArgumentParser()
 options.add_argument("--steps", type=int, default=2, help="DDP makes its buckets after the first step")
-options.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb")
+options.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb, in MiB")
 options.add_argument("--alone", action="store_true", help="do not average the gradients")
+options.add_argument("--tries", type=int, default=8, help="steps to look into: the fastest of them is shown")
 options.add_argument("--profile", action="store_true")
 options.add_argument("--guess", type=float, help="number of buckets that you expect")
 args = options.parse_args()
@@ -70,21 +73,30 @@ for number in range(1, args.steps + 1):
     mean = torch.tensor(own)
     dist.all_reduce(mean)
     mean /= dist.get_world_size()
-    weights = sum(parameter.double().sum().item() for parameter in model.parameters())
-    say(f"step {number} rank {rank}: loss {own:.4f}, mean loss {mean:.4f}, weights {weights:.9f}")
+    weights = zlib.crc32(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters()))
+    say(f"step {number} rank {rank}: loss {own:.4f}, mean loss {mean:.4f}, weights {weights:#010x}")
 
-if rank == 0 and buckets:
-    for at, size in buckets:
-        print(f"bucket of {size / 1e6:5.2f} MB, ready after {(at - begin) / (end - begin):4.0%} of backward")
-    print(f"{len(buckets)} buckets, {sum(size for _, size in buckets) / 1e6:.2f} MB of gradients")
+tries = []  # one step may be disturbed by another program
+for _ in range(args.tries if not args.alone else 0):
+    _, begin, end = step()
+    tries.append((end - begin, begin, buckets.copy()))
+if rank == 0 and tries:
+    backward_s, begin, sent = min(tries)
+    for at, size in sent:
+        print(f"bucket of {size / 1e6:5.2f} MB, ready after {(at - begin) / backward_s:4.0%} of backward")
+    total = sum(size for _, size in sent)
+    print(f"{len(sent)} bucket{'s' * (len(sent) > 1)}, {total / 1e6:.2f} MB of gradients")
     if args.guess is not None:
-        print(verdict(args.guess, len(buckets)))
+        print(verdict(args.guess, len(sent)))
 
 if args.profile:
-    with profile(activities=[ProfilerActivity.CPU]) as prof:
-        step()
+    profiles = []
+    for _ in range(args.tries):
+        with profile(activities=[ProfilerActivity.CPU]) as prof:
+            _, begin, end = step()
+        profiles.append((end - begin, prof.key_averages()))
     if rank == 0:
-        for event in prof.key_averages():
+        for event in sorted(min(profiles, key=lambda one: one[0])[1], key=lambda event: event.key):
             if event.key.startswith("potluck:all_reduce"):
                 print(f"{event.key:28} {event.count:3} ×  {event.cpu_time_total / 1e3:8.1f} ms")
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""`python -m potluck` is `potluck`. It owns nothing."""
+"""`python -m potluck` runs the command `potluck`."""
 
 from potluck.cli import main
 

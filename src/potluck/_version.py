@@ -1,3 +1,3 @@
-"""The version, alone in a file so that the build can read it without importing anything."""
+"""The version, in a separate file so that the build can read it without an import."""
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
 """Turns TOML, JSON, flags and environment variables into typed data, and explains what is wrong with them.
 
 The types hold the rules: `msgspec` structs, whose fields have bounds (`Annotated[int, Meta(ge=1)]`). An error names
-the file, the line, the table and the key, and says what the key takes, with its unit.
+the file, the line, the table and the key, and says which values the key takes, with their unit.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ import threading
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import msgspec
-from msgspec import Meta
 
+from potluck.bounds import LARGEST, LONGEST
 from potluck.errors import ConfigError, PotluckError, UserError
 
 T = TypeVar("T")
 Key = str | int
 
-Positive = Annotated[int, Meta(ge=1)]
-Natural = Annotated[int, Meta(ge=0)]
-
+MOST_JSON_BYTES = 64 << 20
 _MOST_SHOWN = 60
 _AT = re.compile(r" - at (?:`key` in )?`\$([^`]*)`\Z")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]|(\[\.\.\.\])")
@@ -46,7 +44,7 @@ _making = threading.RLock()
 
 
 def _new_lock() -> None:
-    """A process that is forked while another thread makes a decoder would wait for the lock forever."""
+    """Replaces the lock in a forked child, which would otherwise wait forever if another thread held it."""
     global _making
     _making = threading.RLock()
 
@@ -66,7 +64,8 @@ def decoder(kind: Any) -> msgspec.json.Decoder[Any]: ...
 
 
 def decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    """The decoder of a type: one thread makes it. msgspec 0.22 crashes where two use a class for the first time."""
+    """The decoder of a type, made by one thread, because msgspec 0.22 crashes if two use a class for the first
+    time."""
     found = _decoders.get(kind)
     if found is None:
         with _making:
@@ -75,12 +74,12 @@ def decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def decode(text: bytes | bytearray | memoryview | str, kind: type[T]) -> T:
-    """The data in a JSON text; msgspec's own errors where it is wrong."""
+    """The data in a JSON text. Raises msgspec's own errors."""
     return decoder(kind).decode(text)
 
 
 def as_kind(value: Any, kind: type[T], *, strict: bool = True) -> T:
-    """`value` as `kind`; msgspec's own errors where it is wrong."""
+    """`value` as `kind`. Raises msgspec's own errors."""
     decoder(kind)
     return msgspec.convert(value, kind, strict=strict, dec_hook=_decoded)
 
@@ -91,7 +90,7 @@ def build(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def from_toml(text: str, kind: type[T], where: str, *, example: str) -> T:
-    """The data in a TOML text. `where` names the file; `example` is the hint where it is not TOML at all."""
+    """The data in a TOML text. `where` names the file; `example` is the hint if it is not TOML."""
     return convert(toml_table(text, where, example=example), kind, where=where, toml=text, strict=False)
 
 
@@ -114,6 +113,18 @@ def read_text(path: Path, *, missing: str, example: str) -> str:
         raise ConfigError(f"{path} is not a text file: {error}", hint=example) from error
 
 
+def read_json(path: Path, *, what: str, hint: str) -> Any:
+    """The content of a user's file that Potluck wrote, not yet checked. `what`: such as "a plan file"."""
+    try:
+        if path.stat().st_size > MOST_JSON_BYTES:
+            raise UserError(f"{path} is too large to be {what}", hint=hint)
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}", hint=hint) from error
+    except (ValueError, RecursionError):
+        raise UserError(f"{path} is not {what}: it is not JSON", hint=hint) from None
+
+
 def convert(
     value: Any,
     kind: type[T],
@@ -124,7 +135,7 @@ def convert(
     hint: str = "",
     strict: bool = True,
 ) -> T:
-    """`value` as `kind`, or an error that says where it is wrong and what belongs there.
+    """`value` as `kind`, or an error that names the invalid place and says what it takes.
 
     `strict=False` takes numbers that are written as text. `toml` is the text that `value` was read from, for the
     line. `hint` follows each hint, for example how to make the file again.
@@ -150,7 +161,7 @@ def convert(
 
 
 def _decoded(kind: type, value: Any) -> Any:
-    """A value of a type that msgspec does not know: of a path."""
+    """Decode a value of a type that msgspec does not know, such as a path."""
     if kind is Path and isinstance(value, str):
         return Path(value).expanduser()
     raise TypeError(f"{value!r} is not a {kind.__name__}")
@@ -160,7 +171,7 @@ def _decoded(kind: type, value: Any) -> Any:
 
 
 def to_json(value: object, *, indent: int | None = 1) -> str:
-    """JSON in ASCII, which every stream can write; null for what is not a finite number."""
+    """JSON in ASCII, which every stream can write, with null for numbers that are not finite."""
     return json.dumps(json.loads(msgspec.json.encode(value, enc_hook=str)), indent=indent)
 
 
@@ -194,7 +205,7 @@ class _Wrong(NamedTuple):
 
 
 class _Found:
-    """What is at a path: the value, its type, the name of its key, and the tables around it in words."""
+    """The item at a path: its value, its type, the name of its key, and a description of the tables around it."""
 
     def __init__(self, value: Any, kind: type, path: tuple[Key, ...]) -> None:
         self.value, self.path, self.name = value, path, ""
@@ -223,7 +234,7 @@ class _Found:
 
     @property
     def within(self) -> str:
-        """The tables around what is in this table."""
+        """The tables around an item of this table."""
         return "".join(f"{place}: " for place in self._places)
 
     @property
@@ -255,13 +266,15 @@ def _wrong_value(found: _Found) -> _Wrong:
     shown = repr(found.value)
     shown = shown if len(shown) <= _MOST_SHOWN else shown[: _MOST_SHOWN - 1] + "…"
     hint = _takes(found.name, found.info, found.path)
+    if isinstance(found.value, int) and abs(found.value) > LARGEST:
+        hint += ", at most 2^62"
     if isinstance(found.value, str) and isinstance(info := _without_none(found.info), msgspec.inspect.LiteralType):
         hint = did_you_mean(found.value, map(str, info.values)) + hint
     return _Wrong(found.path, f"{found.before}{found.label} is {shown}", hint)
 
 
 def _takes(name: str, info: Any, path: tuple[Key, ...]) -> str:
-    """What the key takes, from its type."""
+    """A description of the values that the key takes, from its type."""
     info = _without_none(info)
     tables = ".".join(str(key) for key in path if isinstance(key, str))
     match info:
@@ -274,7 +287,7 @@ def _takes(name: str, info: Any, path: tuple[Key, ...]) -> str:
         case msgspec.inspect.BoolType():
             return f"{name} must be true or false"
         case msgspec.inspect.StrType():
-            length = f" of at most {info.max_length} characters" if info.max_length is not None else ""
+            length = f" of at most {info.max_length} characters" if (info.max_length or LONGEST) < LONGEST else ""
             return f"{name} must be text{length}"
         case msgspec.inspect.VarTupleType(item_type=msgspec.inspect.StructType()):
             return f"{name} is a list of tables: in TOML [[{tables}]] (two brackets) for each one"
@@ -290,8 +303,11 @@ def _takes(name: str, info: Any, path: tuple[Key, ...]) -> str:
 
 
 def _bounds(info: Any) -> str:
-    if info.ge is not None and info.le is not None:
-        return f" from {info.ge:g} to {info.le:g}"
+    most = None if info.le is None or info.le >= LARGEST else info.le
+    if info.ge is not None and most is not None:
+        return f" from {info.ge:g} to {most:g}"
+    if info.ge is not None and info.ge <= -LARGEST:
+        return ""
     if info.ge is not None:
         return f", {info.ge:g} or more"
     if info.gt is not None:
@@ -306,7 +322,7 @@ def _without_none(info: Any) -> Any:
 
 
 def _nan(value: Any, path: tuple[Key, ...]) -> Iterator[tuple[Key, ...]]:
-    """The paths of values that are not a number. Comparisons with bounds let them pass, or there are none."""
+    """The paths of NaN values, which pass comparisons with bounds."""
     if isinstance(value, float) and value != value:
         yield path
     elif isinstance(value, Mapping):
@@ -325,7 +341,7 @@ def _underscored(value: Any) -> Any:
 
 
 def _line(text: str, path: tuple[Key, ...]) -> int | None:
-    """The line of a TOML text that comes nearest to a path: that of the key, else of the table around it."""
+    """The line of a TOML text for a path: that of the key, else of the table around it."""
     best, length = None, 0
     table: tuple[Key, ...] = ()
     counts: dict[tuple[str, ...], int] = {}

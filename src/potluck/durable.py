@@ -10,9 +10,9 @@ from potluck.failpoints import hit
 
 
 def replace(path: Path, text: str, *, what: str, private: bool = False) -> None:
-    """Write a file whole: a reader at any moment, also after a crash, finds the old text or the new.
+    """Replace a file atomically: a reader at any moment, also after a crash, finds the old text or the new.
 
-    `private`: nobody else can read it at any moment. Raises OSError, and then the old file is as it was.
+    `private`: no other user can read it at any moment. If it raises OSError, the old file is unchanged.
     """
     temporary = path.with_name(f".{path.name}.new")
     hit("file.before-write", what)

@@ -1,4 +1,4 @@
-"""The POTLUCK_* environment variables: their names, their values, and what to say when one is wrong."""
+"""The POTLUCK_* environment variables: their names, their values, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from potluck import checked
+from potluck.bounds import Text
 from potluck.checked import did_you_mean
 from potluck.errors import ConfigError
 
@@ -21,15 +22,15 @@ DIST_VARIABLES: Mapping[str, str] = {
     "POTLUCK_DIST_INTERFACE": "torch.distributed: the network interface to listen at, for example eth0",
     "POTLUCK_DIST_PORT_BASE": "torch.distributed: rank r listens at this port + r; 0 takes any free port",
     "POTLUCK_DIST_CHUNK_BYTES": "torch.distributed: how much is sent at once, for example 512KiB",
-    "POTLUCK_DIST_SMALL_BYTES": "torch.distributed: up to this size a collective is made for latency",
+    "POTLUCK_DIST_SMALL_BYTES": "torch.distributed: up to this size a collective is optimized for latency",
     "POTLUCK_DIST_ALGORITHM": "torch.distributed: auto, direct, owners or ring for a large all-reduce",
     "POTLUCK_DIST_COMPRESSION": "torch.distributed: none, fp16, bf16, int8, int4, topk or topk:0.01 for all-reduce",
     "POTLUCK_DIST_CHECKSUM": "torch.distributed: 1 checks every chunk that arrives, 0 does not",
-    "POTLUCK_DIST_ENCRYPTION": "torch.distributed: 0 sends in the clear between machines, 1 does not",
+    "POTLUCK_DIST_ENCRYPTION": "torch.distributed: 1 encrypts between machines, 0 does not",
     "POTLUCK_DIST_COPY_THREADS": "torch.distributed: threads that copy within a machine; 0: one per core",
     "POTLUCK_DIST_TIMEOUT_S": "torch.distributed: seconds for a collective, instead of the group's own timeout",
     "POTLUCK_DIST_CONNECT_TIMEOUT_S": "torch.distributed: seconds for all ranks to reach each other",
-    "POTLUCK_DIST_HEARTBEAT_S": "torch.distributed: seconds between two signs of life",
+    "POTLUCK_DIST_HEARTBEAT_S": "torch.distributed: seconds between two heartbeats",
     "POTLUCK_DIST_HEARTBEAT_TIMEOUT_S": "torch.distributed: a rank counts as gone after this many silent seconds",
     "POTLUCK_DIST_LOG_LEVEL": "torch.distributed: debug, info, warning or error",
 }
@@ -51,17 +52,17 @@ _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 
 class Environment(Struct, frozen=True, kw_only=True, rename=lambda name: PREFIX + name.upper()):
-    """What the environment says; None where it says nothing."""
+    """The values from the environment; None if unset."""
 
-    token: str | None = None
+    token: Text | None = None
     """A secret: never shown, never logged."""
-    device: str | None = None
+    device: Text | None = None
     threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
     runs: Path | None = None
     debug: bool = False
     name: Annotated[str, Meta(max_length=64)] | None = None
     trace: Path | None = None
-    failpoint: str | None = None
+    failpoint: Text | None = None
     """`failpoints` checks whether it names one that exists."""
 
     def __post_init__(self) -> None:
@@ -105,6 +106,18 @@ def check_names(environ: Mapping[str, str]) -> None:
             near = did_you_mean(name.removeprefix(PREFIX), ends, ends)
             hint = near.strip() or "the variables that exist: " + ", ".join(VARIABLES)
             raise ConfigError(f"unknown environment variable {name}", hint=hint)
+
+
+def machine_name(given: str | None, environment: Environment) -> str:
+    """This machine's name in a run: as given, else from its variable, else the host name."""
+    import socket  # not for `--help`
+
+    return given or environment.name or socket.gethostname().split(".")[0] or "machine"
+
+
+def runs_folder(given: Path | None, environment: Environment) -> Path:
+    """The folder of run folders: as given, else from its variable, else `runs`."""
+    return given or environment.runs or Path("runs")
 
 
 def _wrong(name: str, value: object, hint: str) -> ConfigError:

@@ -1,9 +1,9 @@
-"""The one tree of errors; owns what a user reads when something fails. It knows no other part.
+"""The tree of all errors; owns what a user reads when something fails.
 
     PotluckError
     ├── UserError              the person's input: exit status 2
     │   ├── ConfigError        an unknown key, a value out of range
-    │   ├── DataError          a data set that is not there or cannot be read
+    │   ├── DataError          a data set that is missing or cannot be read
     │   ├── TokenError         a token that is damaged or of another version
     │   ├── RunFolderError     a run folder that is missing, damaged or not writable
     │   ├── LoopError          the training loop used in a way that cannot work
@@ -13,14 +13,14 @@
     ├── NetworkError           a machine or a link: exit status 3
     │   ├── PortTakenError     the port is held by another process (a user's choice: exit status 2)
     │   ├── HostGoneError      the host stayed silent past the deadline
-    │   ├── GuestsMissingError guests that were waited for did not come
-    │   ├── RefusedError       the host turned this guest away, with its reason
+    │   ├── GuestsMissingError the expected guests did not join
+    │   ├── RefusedError       the host refused this guest, with its reason
     │   ├── MachineError       a machine on which nothing can be started
-    │   ├── CollectiveTimeoutError  ranks never came to a collective (also RuntimeError)
+    │   ├── CollectiveTimeoutError  ranks did not join a collective (also RuntimeError)
     │   └── RankGoneError      a rank of the group died or cannot be reached (also RuntimeError)
     ├── WireError              bytes that are not a message of this protocol
     ├── CheckpointError        no readable checkpoint where one was needed
-    └── NonFiniteError         gradients or weights that are no numbers any more
+    └── NonFiniteError         gradients or weights that are NaN or infinite
 
 Every class has a `code`; `troubleshooting/<code>.md` is its page, which `potluck explain <code>` shows.
 """
@@ -29,9 +29,12 @@ from __future__ import annotations
 
 from typing import Any
 
+INTERRUPTED = 130
+"""Exit status of a program that Ctrl-C ended, as a shell reports it."""
+
 
 class PotluckError(Exception):
-    """Something a person can act on: what happened, where, and what to do."""
+    """An error that a person can act on: what happened, where, and what to do."""
 
     code = "internal"
     exit_status = 1
@@ -56,11 +59,11 @@ class UserError(PotluckError):
     code = "bad-input"
     exit_status = 2
     path: tuple[str | int, ...] = ()
-    """The keys that lead to the wrong value, if it was found in data (`checked.py`)."""
+    """The keys that lead to the invalid value, if it was found in data (`checked.py`)."""
 
 
 class ConfigError(UserError, ValueError):
-    """Also a ValueError: msgspec then adds where in the data it was raised."""
+    """Also a ValueError, to which msgspec adds its place in the data."""
 
     code = "bad-config"
 
@@ -82,7 +85,7 @@ class LoopError(UserError):
 
 
 class CollectiveError(UserError, RuntimeError):
-    """Also a RuntimeError: scripts written for other backends of torch.distributed catch that."""
+    """Also a RuntimeError, because scripts written for other backends of torch.distributed catch that."""
 
     code = "bad-collective"
 
@@ -121,7 +124,7 @@ class RefusedError(NetworkError):
 class MachineError(NetworkError):
     code = "bad-machine"
     findings: tuple[Any, ...] = ()
-    """All that the doctor found there (`spec.finding.Finding`), the reason first."""
+    """All of the doctor's findings on that machine (`spec.finding.Finding`), the cause first."""
 
 
 class CollectiveTimeoutError(NetworkError, RuntimeError):

@@ -25,15 +25,15 @@ from types import MappingProxyType
 
 from potluck.errors import ConfigError
 
-FILES = ("keys", "token", "manifest", "facts", "plan", "web")
-"""The files that `durable.replace` writes, by what they hold."""
+FILES = ("keys", "token", "manifest", "result", "web")
+"""The files that `durable.replace` writes, by content."""
 FROM_GUEST = ("hello", "ready", "taken", "closing", "grad", "done", "stopped", "sketch", "hashed", "leave")
 """The kinds of message that a guest sends; heartbeats change nothing and are not among them."""
 FROM_HOST = (
     *("welcome", "tensor", "whole", "change", "check", "samples", "ahead", "lease"),
     *("revoke", "dropped", "hash", "resync", "note", "refuse", "bye"),
 )
-"""The kinds of message that a host sends. With a "refuse" the guest ends: there is no moment after it."""
+"""The kinds of message that a host sends. After a "refuse" the guest ends, so there is no failpoint after it."""
 
 LONGEST_S = 3600.0
 
@@ -67,7 +67,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "checkpoint.before-rename": "all of it is on the disk, under its temporary name",
         "checkpoint.renamed": "it has its name, the folder above is not synced",
         "checkpoint.published": "it is there for good; older ones are not yet removed",
-        "checkpoint.before-replace": "an older one of the same step is about to make place",
+        "checkpoint.before-replace": "an older one of the same step is about to be moved away",
         "checkpoint.replacing": "the older one of the same step is gone, the newer has not yet its name",
         "checkpoint.replaced": "the newer one of the same step has its name",
         "checkpoint.before-remove": "one that is no longer kept is about to be removed",
@@ -76,15 +76,15 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "checkpoint.before-acknowledge": "it is published, and its event is not in the log",
         "checkpoint.acknowledged": "its event is in the log",
         # -- what the host does -------------------------------------------------------------------------
-        **_each("host.received", FROM_GUEST, "a guest's {!r} is here, and nothing done about it"),
-        **_each("host.handled", FROM_GUEST, "a guest's {!r} has been dealt with"),
+        **_each("host.received", FROM_GUEST, "a guest's {!r} has arrived and is not handled yet"),
+        **_each("host.handled", FROM_GUEST, "a guest's {!r} has been handled"),
         **_each("host.sending", FROM_HOST, "{!r} is about to be sent to a guest"),
         "host.before-step": "a step is about to be opened and dealt",
-        "host.dealt": "a step is dealt and its leases are on their way",
-        "host.before-introduce": "a newcomer's model fits, nothing has been brought to it",
-        "host.introduced": "all that a newcomer lacks is lined up for it",
+        "host.dealt": "a step is dealt and its leases are sent",
+        "host.before-introduce": "a newcomer's model fits, nothing has been sent to it",
+        "host.introduced": "everything that a newcomer lacks is queued for it",
         "host.before-compare": "a newcomer's gradient is about to be compared",
-        "host.compared": "a newcomer is taken in or turned away",
+        "host.compared": "a newcomer is admitted or refused",
         "host.before-change": "a piece of the weights' change is about to be coded",
         "host.change-coded": "a piece of the weights' change is in the replica",
         "host.before-decode": "a whole contribution is about to be added to the sum",
@@ -94,20 +94,18 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "host.before-end-step": "every sample of the step is counted, the step is still open",
         "host.before-update": "the gradient is complete, the weights are the old ones",
         "host.updated": "the weights are the new ones, and the step's event is not in the log",
-        "host.before-bye": "the run is over and nobody has been told",
-        "host.closed": "everybody is told and the door is shut",
+        "host.before-bye": "the run is over and no guest has been told",
+        "host.closed": "all guests are told and the port is closed",
         # -- what a guest does --------------------------------------------------------------------------
-        **_each("guest.received", FROM_HOST, "the host's {!r} is here, and nothing done about it"),
-        **_each(
-            "guest.handled", tuple(k for k in FROM_HOST if k != "refuse"), "the host's {!r} has been dealt with"
-        ),
+        **_each("guest.received", FROM_HOST, "the host's {!r} has arrived and is not handled yet"),
+        **_each("guest.handled", tuple(k for k in FROM_HOST if k != "refuse"), "the host's {!r} has been handled"),
         **_each("guest.sending", FROM_GUEST, "{!r} is about to be sent to the host"),
         "guest.before-apply": "a piece of the weights is about to be applied",
         "guest.applied": "a piece of the weights is applied, and the host not told",
         "guest.before-code": "a piece of the gradient is about to be coded",
-        "guest.coded": "a piece of the gradient is on its way",
+        "guest.coded": "a piece of the gradient is sent",
         "guest.before-finish": "a gradient is complete, and the host not told",
-        "guest.finished": "a contribution is on its way, all of it",
+        "guest.finished": "a whole contribution is sent",
     }
 )
 
@@ -125,7 +123,7 @@ class _Armed:
     seconds: float
     count: int
     _passings: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    """next() of it is one step for all threads."""
+    """Its next() is atomic for all threads."""
 
     def passed(self, name: str) -> None:
         if (name == self.name or name.startswith(self.name + ".")) and next(self._passings) == self.count:

@@ -13,42 +13,53 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict
 
-import msgspec
-
-from potluck import codec as codecs
-from potluck import env, failpoints
+from potluck import env, failpoints, run_session
 from potluck.checked import build
 from potluck.errors import ConfigError, LoopError
 from potluck.fleet import cells
-from potluck.fleet.local import LocalGuests
-from potluck.fleet.script import Script, imports_of, not_sent, read_script, with_files
-from potluck.loggers.writing import loggers
+from potluck.fleet.script import Script, described, read_script, with_files
 from potluck.report.notices import to_stderr
 from potluck.report.summary import read_events
-from potluck.report.view import Mode, make_view
+from potluck.report.view import Mode
+from potluck.sinks import say
 from potluck.spec.config import WEB_HERE, RunConfig
+from potluck.spec.messages import Source
 from potluck.train import run
-from potluck.train.context import ALONE, HOST, RANK
-from potluck.train.folder import find_run, open_folder
+from potluck.train.context import ALONE, HOST
+from potluck.train.handing_out import Sharing
 from potluck.train.launch import current
-from potluck.train.run import Run
-from potluck.train.session import RunSpec, Session
+from potluck.train.run import Run, second_loop
+from potluck.train.run_specs import RunSpec, script_spec
+from potluck.train.session import Session
 from potluck.train.step import Step
 from potluck.web.document import frame, state_of
-from potluck.web.opening import open_page, pulse_of
+from potluck.web.opening import pulse_of
 
 AnyPath = str | os.PathLike[str]
 
 _SETTINGS = RunConfig.__struct_fields__
 _EVERYWHERE = ("name", "device", "threads", "micro_batch")
-"""Settings that a run alone has, too."""
+"""Settings that also apply to a run alone."""
 _WITH_PAGE = (*_EVERYWHERE, "web", "runs", "resume", "log", "checkpoint_every", "max_bad_steps")
-"""Those of a run alone that has a page, and so a run folder."""
+"""Settings of a run alone that has a page, and so a run folder."""
+
+
+class _OfHost(TypedDict):
+    """Keywords of `start` that are no settings of a RunConfig and need a run folder."""
+
+    guests: int
+    lan: bool
+    token_file: AnyPath | None
+    runs: AnyPath | None
+    resume: AnyPath | None
+    script: AnyPath | None
+    send: Sequence[AnyPath]
+
 
 _opened: list[HostedRun] = []
-"""The last run that was started here: the next one takes its place."""
+"""The last run that was started here, which the next one replaces."""
 _loops: set[int] = set()
 """Numbers of the notebook's cells in which a loop has run: guests of a later one must not run them."""
 
@@ -61,6 +72,8 @@ def start(
     guests: int = 0,
     bind: str | None = None,
     port: int | None = None,
+    lan: bool = False,
+    token_file: AnyPath | None = None,
     codec: str | None = None,
     checkpoint_every: int | None = None,
     max_bad_steps: int | None = None,
@@ -95,6 +108,8 @@ def start(
         guests: guest processes to start on this machine. With any, only this machine can join.
         bind: address to listen on (default: the default route's; "0.0.0.0": all of IPv4; "::": IPv6 too).
         port: port to listen on (default: a free one).
+        lan: let machines in this network find the run, and join it by a short code, which is printed.
+        token_file: write the token to this file before the first step, and remove it at the end.
         codec: compression: "auto" (default: for each guest by its link), "none", "fp16", "bf16", "int8", "int4",
             "thin" or "topk:RATIO".
         checkpoint_every: save a checkpoint every N steps (default 50; 0: only at the end).
@@ -117,7 +132,9 @@ def start(
     given = {key: value for key, value in locals().items() if key in _SETTINGS and value is not None}
     if current() is not None:
         return run.start()
-    of_host = {"guests": guests, "runs": runs, "resume": resume, "script": script, "send": send}
+    of_host = _OfHost(
+        guests=guests, lan=lan, token_file=token_file, runs=runs, resume=resume, script=script, send=send
+    )
     allowed = _WITH_PAGE if web else _EVERYWHERE
     wrong = [key for key in (*given, *(key for key, value in of_host.items() if value)) if key not in allowed]
     if wrong and not host:
@@ -125,55 +142,40 @@ def start(
             f"start() takes {wrong[0]} only with host=True", hint=f"potluck.start(host=True, {wrong[0]}=…)"
         )
     if host or web:
-        return _hosted(HOST if host else ALONE, given, guests, runs, resume, script, send, view)
+        return _hosted(HOST if host else ALONE, given, of_host, view)
     return run.start(to_stderr, build(RunConfig, given), shows_steps=False)
 
 
-def _hosted(
-    role: str,
-    given: dict[str, Any],
-    guests: int,
-    runs: AnyPath | None,
-    resume: AnyPath | None,
-    script: AnyPath | None,
-    send: Sequence[AnyPath],
-    view: Mode,
-) -> HostedRun:
+def _hosted(role: str, given: dict[str, Any], of_host: _OfHost, view: Mode) -> HostedRun:
     _refuse_worker()
     _take_place()
     environment = env.read()
     failpoints.arm(environment.failpoint)
-    folder = Path(runs) if runs is not None else environment.runs or Path("runs")
-    resumed = find_run(os.fspath(resume), folder) if resume is not None else None
-    before = open_folder(resumed).read_manifest().settings_to_resume() if resumed is not None else {}
+    send, resume, token_file = of_host["send"], of_host["resume"], of_host["token_file"]
+    sent = _script(of_host["script"], send) if role == HOST else None
+    own = Path(_own_file() or cells.NAME).name
     kind = "host=True" if role == HOST else "web=True"
-    spec = RunSpec(
+    spec = script_spec(
+        sent[0].names[0] if sent is not None else own,
+        given,
         role=role,
-        config=_config({**before, **given}),
-        what=cells.NAME if cells.shell() is not None else Path(_own_file() or cells.NAME).name,
-        runs=folder,
-        resume=resumed,
-        guests=guests,
+        runs=env.runs_folder(Path(of_host["runs"]) if of_host["runs"] is not None else None, environment),
+        resume=os.fspath(resume) if resume is not None else None,
+        guests=of_host["guests"],
         again=lambda path: f"potluck.start({kind}, resume={str(path)!r})",
     )
-    sent = _script(script, send) if role == HOST else None
+    sharing = Sharing(token_file=Path(token_file) if token_file is not None else None, lan=of_host["lan"])
+    spec = replace(spec, sharing=sharing, in_script=True)
     if sent is not None:
-        spec = _sending(spec, *sent, tell=view != "quiet")
+        script, folder = sent
+        spec = replace(spec, source=_described(script, folder, view), files=script.contents)
     opened = HostedRun(spec, environment, view, [Path(file) for file in send] if sent is None else None)
     _opened[:] = [opened]
     return opened
 
 
-def _config(values: dict[str, Any]) -> RunConfig:
-    config = build(RunConfig, values)
-    for name in (config.codec, config.codec_down):
-        if name is not None:
-            codecs.names.check(name)
-    return config
-
-
 def _refuse_worker() -> None:
-    """A worker process that imports the script must not host a second run."""
+    """Refuse to host a second run in a worker process that imports the script."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise LoopError(
             "potluck.start(host=True) was called in a worker process that imports this script",
@@ -182,7 +184,7 @@ def _refuse_worker() -> None:
 
 
 def _take_place() -> None:
-    """Close the run that was started before, as where a notebook's cell is run again."""
+    """Close the previous run, for example when a notebook's cell is run again."""
     for before in _opened:
         if before.is_training:
             raise LoopError(
@@ -192,7 +194,7 @@ def _take_place() -> None:
 
 
 def _script(given: AnyPath | None, send: Sequence[AnyPath]) -> tuple[Script, Path] | None:
-    """What guests run, and its folder; None in a notebook, whose cells are not complete yet."""
+    """The code that guests run, and its folder; None in a notebook, whose cells are not complete yet."""
     arguments = sys.argv[1:] if given is None else []
     path = given if given is not None else _own_file()
     if path is not None:
@@ -207,41 +209,39 @@ def _script(given: AnyPath | None, send: Sequence[AnyPath]) -> tuple[Script, Pat
 
 
 def _own_file() -> str | None:
-    """The script that this is; None in a notebook and at a prompt."""
+    """The running script; None in a notebook and at a prompt."""
     return None if cells.shell() is not None else getattr(sys.modules["__main__"], "__file__", None)
 
 
-def _sending(spec: RunSpec, script: Script, folder: Path, *, tell: bool) -> RunSpec:
-    imports = imports_of(script, folder)
-    _warn_of(not_sent(imports), tell=tell)
-    return replace(spec, what=script.names[0], source=script.source(imports), files=script.contents)
-
-
-def _warn_of(files: list[str], *, tell: bool) -> None:
-    if files and tell:
-        words = f"warning: guests will lack {', '.join(files)}: add send={files!r} to potluck.start()"
-        print(words, file=sys.stderr, flush=True)
+def _described(script: Script, folder: Path, view: Mode, python: Script | None = None) -> Source:
+    """The script's description for guests, as of `described`. Warns of imported files that are not sent with it."""
+    source, lacking = described(script, folder, python)
+    if lacking and view != "quiet":
+        say(f"warning: guests will lack {', '.join(lacking)}: add send={lacking!r} to potluck.start()")
+    return source
 
 
 class HostedRun(Run):
     """A run with a folder, of this script or notebook. Each call of `steps` after the first is a new run."""
 
     def __init__(self, spec: RunSpec, environment: env.Environment, view: Mode, send: list[Path] | None) -> None:
-        """`send`: files that go with a notebook's cells; None where guests run a script."""
+        """`send`: files that are sent with a notebook's cells; None if guests run a script."""
         self._spec, self._environment, self._view, self._send = spec, environment, view, send
         self._cell = 0
         self._left = False
         self._thread: threading.Thread | None = None
-        """In which the loop runs."""
+        """The thread in which the loop runs."""
         self._open(spec)
         super().__init__(self._session.context)
-        if self._context.role != RANK:
-            self._tell_join_line()
-            self._tell_page()
+        if self.token is not None and not spec.guests and view != "quiet":
+            run_session.tell_join_line(self.token, spec.sharing.token_file, view)
+        self._tell_rest()
 
     @functools.wraps(Run.steps)
     def steps(self, *given: Any, **keywords: Any) -> Iterator[Step]:  # type: ignore[override]
-        if self._context.began or self._session.closed:
+        if self._opened_here:
+            raise second_loop()
+        if self._context.loop.began or self._session.closed:
             self._reopen()
         session, self._thread = self._session, threading.current_thread()
         try:
@@ -256,24 +256,26 @@ class HostedRun(Run):
     @property
     def is_training(self) -> bool:
         """Whether its loop has been entered and not left."""
-        return self._context.training and not self._left and not self._session.closed
+        return self._context.loop.training and not self._left and not self._session.closed
+
+    @property
+    def _opened_here(self) -> bool:
+        """Whether an earlier loop of this cell, or of the script, is open. One of an earlier cell cannot go on."""
+        shell = cells.shell()
+        return self.is_training and (shell is None or shell.execution_count == self._cell)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the run: the training, if one is under way, then guests, port, view and run folder."""
-        if error is None and not self._context.began:
+        """End the run: the current training, if any, then guests, port, view and run folder."""
+        if error is None and not self._context.loop.began:
             error = LoopError("ended without reaching run.steps()")  # its folder is not kept
         self._session.close(error)
 
     # -- a session --------------------------------------------------------------------------------------
 
     def _open(self, spec: RunSpec) -> None:
-        listener, view = loggers(spec.config.log), make_view(self._view)
-        self._session = Session(
-            spec, self._environment, view, guests=LocalGuests, listener=listener, page=open_page, signals=False
-        )
+        self._session = run_session.session_of(spec, self._environment, self._view)
         self._session.__enter__()
         self._context, self._left = self._session.context, False
-        self._context.interruption = KeyboardInterrupt  # Python then ends with the status of Ctrl-C
         self._session.on_close(_at_the_end(self.close, lambda thread: thread is self._thread))
         if (shell := cells.shell()) is not None:
             shell.events.register("post_run_cell", self._after_cell)
@@ -282,19 +284,18 @@ class HostedRun(Run):
     def _reopen(self) -> None:
         """A new run with the keys and port of the last one: the same join line works."""
         admission = self._context.admission
-        self._context.finish_training()
+        self._context.loop.finish()
         self.close()
         spec = replace(self._spec, resume=None)
         if admission is not None:
-            config = msgspec.structs.replace(spec.config, port=admission.socket.port)
-            spec = replace(spec, keys=admission.keys, config=config)
+            spec = replace(spec, keys=admission.keys, port=admission.socket.port)
         self._open(spec)
-        if self.join_line is not None and not spec.guests and self._view != "quiet":
-            self._say("a new run; the same line as before joins it")
-        self._tell_page()
+        if self.token is not None and not spec.guests and self._view != "quiet":
+            say("a new run; guests join it with the same line as before")
+        self._tell_rest()
 
     def _living(self, session: Session, steps: Iterator[Step]) -> Iterator[Step]:
-        """The steps; when the training has ended, however it did, the run is closed."""
+        """The steps. When the training has ended in any way, the run is closed."""
         try:
             with session.signals():
                 yield from steps
@@ -306,39 +307,32 @@ class HostedRun(Run):
         finally:
             # Left by `break` the training ends in a moment, unless a better reason is known by then.
             self._left = True
-            session.context.after_training(session.close)
-            folder = session.folder.path if session.context.folder is not None else None
-            if session.context.stop_requested() and folder is not None and folder.exists():
-                self._say(session.stopped_line())
+            session.context.loop.then(session.close)
+            if session.context.loop.stop_requested() and (line := session.stopped_line()):
+                say(line)
 
-    def _say(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    def _tell_join_line(self) -> None:
-        if self.join_line is not None and not self._spec.guests and self._view != "quiet":
-            stream = sys.stderr if self._view == "json" else sys.stdout
-            print(f"On each machine that should help, type:\n\n  {self.join_line}\n", file=stream, flush=True)
-
-    def _tell_page(self) -> None:
+    def _tell_rest(self) -> None:
+        """Print what is new in each run: the code for this network, and the address of the page."""
+        if self._session.code is not None:
+            run_session.tell_code(self._session.code, self._view)
         if self.page_url is not None and self._view != "quiet":
-            stream = sys.stderr if self._view == "json" else sys.stdout
-            print(f"See it in a browser: {self.page_url}\n", file=stream, flush=True)
+            run_session.tell_page(self.page_url, self._view)
 
     def _repr_html_(self) -> str | None:
-        """The run so far, as a notebook shows it."""
+        """The run so far, for display in a notebook."""
         folder = self._context.folder
         if folder is None or not folder.events.exists():
             return None
         state = state_of(read_events(folder.path))
         if self._session.closed:
             return frame(state.page())
-        state.hear(pulse_of(self._context.members()))
+        state.hear(pulse_of(self._context.loop.members()))
         return frame(state.page(live=True, moment=time.strftime("%Y-%m-%d %H:%M:%S")))
 
     # -- in a notebook ----------------------------------------------------------------------------------
 
     def _send_cells(self) -> None:
-        """Guests run what was run here, up to and with the cell that calls `steps`."""
+        """Let guests run the cells that were run here, up to and including the one that calls `steps`."""
         shell = cells.shell()
         if shell is None:
             return
@@ -347,15 +341,15 @@ class HostedRun(Run):
             found = cells.cells_of(shell.history_manager.input_hist_raw[: self._cell + 1], _loops)
             script = with_files(cells.as_script(found), self._send, Path.cwd())
             python = replace(script, contents=(cells.as_python(found), *script.contents[1:]))
-            imports = imports_of(python, Path.cwd())
-            _warn_of(not_sent(imports), tell=self._view != "quiet")
-            self._session.send(script.source(imports), script.contents)
+            source = _described(script, Path.cwd(), self._view, python)
+            self._session.send(source, script.contents)
+            self._context = self._session.context
         _loops.add(self._cell)
 
     def _after_cell(self, result: Any) -> None:
-        """A cell has ended: a loop that it left has ended, and if the cell failed, so has its training."""
+        """A cell has ended: end a loop that it left, and if the cell failed, fail its training."""
         error = result.error_before_exec or result.error_in_exec
-        if self._left or (error is not None and self._context.began and result.execution_count == self._cell):
+        if self._left or (error is not None and self._context.loop.began and result.execution_count == self._cell):
             self.close(error)
 
 
@@ -364,7 +358,7 @@ def _at_the_end(
 ) -> Callable[[], None]:
     """Close at the end of the script, with the exception that ended it, if any; the result takes this back.
 
-    The end of a thread is one too where `loops_in` says that the loop runs in it.
+    With `loops_in`, the end of that thread counts too, because the loop runs in it.
     """
     before, before_in_thread = sys.excepthook, threading.excepthook
 

@@ -1,4 +1,4 @@
-"""What this process may use of its machine: cores and memory, within its affinity and its cgroups.
+"""The cores and memory of the machine that this process may use, within its affinity and its cgroups.
 
 Reads what the operating system reports, and falls back to psutil. Imports no torch.
 """
@@ -48,7 +48,7 @@ def usable_memory() -> tuple[int, int]:
 
 
 def cpu_name() -> str:
-    """The processor's name as its maker writes it, or the architecture where nobody says."""
+    """The processor's name as its maker writes it, or the architecture if that is unknown."""
     if sys.platform == "darwin":
         name = sysctl("machdep.cpu.brand_string")
     elif sys.platform == "linux":
@@ -108,7 +108,7 @@ def _groups(controller: str) -> list[Path]:
 
 
 def _reclaimable(group: Path) -> int:
-    """Bytes that a cgroup counts as used but gives up when memory is wanted: files read and not needed."""
+    """Bytes that a cgroup counts as used but frees when memory is needed: the cache of files."""
     for line in (_read(group / "memory.stat") or "").splitlines():
         key, _, value = line.partition(" ")
         if key in ("inactive_file", "total_inactive_file") and value.isdigit():

@@ -12,6 +12,6 @@ from __future__ import annotations
 
 from potluck.fleet.cluster import FleetResult, FleetRun
 from potluck.fleet.ray import RayCluster as Fleet
-from potluck.sweep.tune import idle_machines_help, trainable
+from potluck.sweep.ray_trials import idle_machines_help, trainable
 
 __all__ = ["Fleet", "FleetResult", "FleetRun", "idle_machines_help", "trainable"]

@@ -1,6 +1,6 @@
-"""Whoever is only told of a run (a view, a log, a recorder) must never end it: what one raises is one warning.
+"""Observers of a run (a view, a log, a recorder) must never end it: an exception of one becomes one warning.
 
-Owns that rule for all of them. It does not know what they are told.
+Owns that rule for all of them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ T = TypeVar("T")
 Warn = Callable[[str], None]
 
 
-def to_stderr(line: str) -> None:
+def say(line: str) -> None:
+    """Print a line to stderr, if anybody can read it."""
     with contextlib.suppress(OSError, ValueError):  # stderr may be as broken as the sink is
-        print(f"warning: {line}", file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
+
+
+def to_stderr(line: str) -> None:
+    say(f"warning: {line}")
 
 
 def guarded(sink: T, name: str, warn: Warn = to_stderr) -> T:
     """The same object or function, but no exception leaves it.
 
-    The first is told to `warn`, with the sink's `name`; all others are passed over. The sink is called again: what
-    it failed at may have been one odd value. A call that failed returns None.
+    The first exception goes to `warn`, with the sink's `name`; all others are ignored. The sink is still called,
+    because it may have failed at one odd value. A failed call returns None.
     """
     return cast(T, _Guarded(sink, name, warn))
 

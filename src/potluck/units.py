@@ -104,7 +104,7 @@ def _scaled(value: float | None, units: tuple[str, ...]) -> str:
 
 
 def printable(value: object, limit: int) -> str:
-    """One line that steers no terminal: words of another machine, cut where they are longer than that."""
+    """Another machine's text as one line without control characters, cut to a maximum length."""
     text = str(value)[: limit + 1]
     if not text.isprintable():
         text = "".join(c if c.isprintable() else " " for c in text)

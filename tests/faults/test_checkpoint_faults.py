@@ -18,14 +18,14 @@ import potluck
 from potluck.device import pick
 from potluck.errors import PotluckError, RunFolderError
 from potluck.failpoints import NAMES, armed
-from potluck.report.messages import describe
+from potluck.report.sentences import describe
 from potluck.report.summary import read_events
 from potluck.spec.config import RunConfig
 from potluck.spec.events import CheckpointFailed, CheckpointSaved, RunEnded, StepEnded
 from potluck.train import checkpoint, checkpoint_folder
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, load_latest, save
 from potluck.train.context import ALONE, RunContext
-from potluck.train.events import EventLog
+from potluck.train.event_log import EventLog
 from potluck.train.folder import RunFolder
 from potluck.train.launch import launched
 from potluck.train.run import Run
@@ -241,7 +241,7 @@ def test_the_last_save_of_a_loop_that_was_left_is_not_lost_with_its_generator(
             step.backward(model(batch).mean())
         break
     with pytest.raises(RunFolderError, match="No space left"):
-        context.end_training("finished")
+        context.loop.end("finished")
     log.close()
     end = read_events(tmp_path)[-1]
     assert isinstance(end, RunEnded)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from potluck.errors import ScriptError
-from potluck.fleet import life, running
+from potluck.fleet import life, script_errors
 from potluck.train.ending import Interrupted
 from support.fleet import JOB, Fleet, descendants, port_is_open, still_running
 from support.processes import SOURCE
@@ -39,7 +39,7 @@ ORPHANS_S = 10.0
 # A process that does nothing but live; told to, it catches the interruption and goes on, as a stuck one does.
 LIVES = """
 import sys, time
-from potluck.fleet import life, running
+from potluck.fleet import life
 from potluck.fleet.life import leased
 life.GRACE_S = 1.5
 parent = int(sys.argv[1]) if sys.argv[1] != "-" else None
@@ -99,11 +99,12 @@ def alive(process: subprocess.Popen[bytes]) -> None:
     time.sleep(0.2)
 
 
+SIGNALS = [signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)]  # Windows has no SIGHUP
 linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks into /proc")
 
 
 @linux
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_it_in_order(number: signal.Signals, tmp_path: Path) -> None:
     with living("-", str(tmp_path / "end")) as process:
         alive(process)
@@ -155,7 +156,7 @@ def test_it_ends_with_the_parent_however_that_ends(how: str, tmp_path: Path) -> 
 
 
 @linux
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_second_signal_does_not_interrupt_the_goodbye(number: signal.Signals, tmp_path: Path) -> None:
     """A parent that dies is told of twice: its pipe closes, and then comes the signal of the system."""
     slow = LIVES.replace("    open(sys", '    print("leaving", flush=True)\n    time.sleep(1)\n    open(sys')
@@ -236,8 +237,8 @@ def test_a_run_whose_reader_goes_away_is_saved_and_stopped(tmp_path: Path) -> No
     end = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
     again = f"potluck train --resume {shlex.quote(str(folder))}"
     assert [line for line in done.stderr.splitlines() if line] == [
-        "nobody reads the output any more (a closed pipe): stopping, as with Ctrl-C",
-        f"stopped, saved in {folder} after step {end['step']}; go on with: {again}",
+        "the output pipe was closed: stopping, as with Ctrl-C",
+        f"stopped, saved in {folder} after step {end['step']}; resume with: {again}",
     ]
     assert (done.returncode, len(done.stdout.splitlines())) == (130, 3)
     assert (end["event"], end["reason"]) == ("run_end", "interrupted")
@@ -248,7 +249,7 @@ def test_a_run_whose_reader_goes_away_is_saved_and_stopped(tmp_path: Path) -> No
 def test_a_script_that_prints_to_nobody_was_stopped_and_did_not_fail(
     gone: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(running, "reader_is_gone", lambda: gone)
-    with pytest.raises(Interrupted if gone else ScriptError), running.running("script.py"):
+    monkeypatch.setattr(script_errors, "reader_is_gone", lambda: gone)
+    with pytest.raises(Interrupted if gone else ScriptError), script_errors.running("script.py"):
         raise BrokenPipeError
     assert ("Traceback" in capsys.readouterr().err) != gone

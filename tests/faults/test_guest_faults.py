@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from potluck.hub import inputs
-from potluck.report.messages import describe
+from potluck.report.sentences import describe
 from support import replay
 from support.fleet import JOB, Fleet, port_is_open
 from support.protocol_world import joined, of_kind
@@ -21,7 +21,7 @@ SILENCE_S = 5.0
 ROOM_S = 2.5
 """The machine may be busy."""
 
-posix = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="SIGSTOP")
+posix = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP (POSIX)")
 
 
 # -- what the protocol makes of it

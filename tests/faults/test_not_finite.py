@@ -31,7 +31,7 @@ from potluck.train.bad_steps import BadSteps, StepFacts
 from potluck.train.beginning import Buffers
 from potluck.train.checkpoint import CheckpointWriter, Snapshot, load_latest, save
 from potluck.train.context import ALONE, RunContext
-from potluck.train.events import EventLog
+from potluck.train.event_log import EventLog
 from potluck.train.folder import RunFolder
 from potluck.train.launch import launched
 from potluck.train.update import Update, total_norm
@@ -43,7 +43,7 @@ from support.queueing import Queueing
 NAN, INF = math.nan, math.inf
 HUGE = 1e38
 SAMPLES = [torch.full((2,), 0.1 * i) for i in range(1, 9)]
-linux = pytest.mark.skipif(sys.platform != "linux", reason="forks")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork (Linux)")
 
 Poison = Callable[[int], float]
 """By the step's number, from 1: what its loss is multiplied with."""
@@ -242,11 +242,11 @@ def test_a_norm_of_half_numbers_may_be_larger_than_they_are() -> None:
 @pytest.mark.parametrize("queues", [False, True])
 def test_too_many_in_a_row_end_the_run_and_say_how_to_go_on(tmp_path: Path, queues: bool) -> None:
     device = Queueing(0.002) if queues else None
-    with pytest.raises(NonFiniteError, match=r"3 steps in a row were not applied.*here's own gradient") as caught:
+    with pytest.raises(NonFiniteError, match="here's own") as caught:
         Trained(tmp_path, from_step(4, NAN), steps=50, every=1, most=3, device=device)
     assert newest(tmp_path) in (1, 2, 3), "a good one, and none since"  # a slow disk puts one off
     assert f"of step {newest(tmp_path)}: potluck host my.py --resume {tmp_path}" in caught.value.hint
-    assert caught.value.exit_status == 1
+    assert (caught.value.code, caught.value.step, caught.value.exit_status) == ("not-finite", 6, 1)
     (end,) = of_kind(tmp_path, "run_end")
     assert (end.reason, end.loss) == ("failed", None)
 

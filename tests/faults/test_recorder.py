@@ -13,7 +13,7 @@ from potluck.hub import inputs
 from potluck.hub import recorder as recorders
 from potluck.hub.recorder import ENTRIES, MOST_FILES, PAUSE_S, Recorder
 from potluck.report.guest_view import GuestView
-from potluck.report.messages import describe
+from potluck.report.sentences import describe
 from potluck.spec import events as ev
 from potluck.spec.messages import (
     ChangeMessage,
@@ -289,7 +289,7 @@ def test_one_that_is_put_out() -> None:
     words = its_samples(world)
     world.say("laptop", "grad", b"", lease=1, piece=99)
     assert sentence(world, "guest_lost") == (
-        "laptop (1.2.3.4) was put out during step 2: it sent a gradient for piece 99, which does not exist; "
+        "laptop (1.2.3.4) was removed during step 2: it sent a gradient for piece 99, which does not exist; "
         + words
     )
 
@@ -297,4 +297,4 @@ def test_one_that_is_put_out() -> None:
 def test_one_that_goes_without_a_lease_has_no_samples_to_give_back() -> None:
     world = joined("laptop")
     world.handle(inputs.PeerUnreachable(guest="laptop"))
-    assert sentence(world, "guest_lost").endswith("during step 2; it is out until it comes back")
+    assert sentence(world, "guest_lost").endswith("during step 2; it is out of the run until it reconnects")

@@ -198,7 +198,7 @@ def test_what_waits_for_those_who_never_read_is_bounded_for_all_of_them_together
                 sent += end.send(peer, [b"PLK", bytes(MB)]) and peer == reader
             out |= {peer for peer, _ in end.overfull()}
             most = max(most, process.memory_info().rss)
-            assert end.queued_bytes <= 16 * MB
+            assert end._queued.total_bytes <= 16 * MB
             assert until(all_came), "its messages did not come"
         assert out
         assert out <= there, "the one who reads had to go"

@@ -91,8 +91,10 @@ def host_with(
     room = Room(waiting=most, inside=64, batch=batch or most // 4)
     monkeypatch.setattr(transport, "room_at_door", lambda limit, in_use: room)
     host = Host(serves=serves)
-    yield host
-    host.close()
+    try:
+        yield host
+    finally:
+        host.close()
 
 
 def crowd_at(host: Host, count: int, *manners: str) -> AbstractContextManager[Crowd]:

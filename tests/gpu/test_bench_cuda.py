@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from potluck.fleet.ranks import free_port
-from potluck.spec.ddp import from_json
+from potluck.spec.ddp_rows import from_json
 from support.processes import Processes
 
 pytestmark = [

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from potluck.codec import get
 from potluck.device import pick
+from potluck.hub import layout as layouts
 from potluck.hub.actions import Decode
 from potluck.hub.hashes import DIGEST_BYTES
-from potluck.spec import layout as layouts
 from support.coder_pair import Pair, flat
 
 where = pytest.mark.parametrize("on_host", [True, False], ids=["replica-on-host", "replica-on-device"])

@@ -23,17 +23,18 @@ LIMIT_S = 80.0
 VERB = "print('status', _app.run('bench collectives --against gloo --sizes 4K'.split()), flush=True)"
 LATE = """
 import time, torch, torch.distributed as dist
-with bench.joined(["potluck", "gloo"], None) as (groups, _):
-    time.sleep(4 * bench.GLOO_TIMEOUT_S * dist.get_rank())
+with groups.groups_of(["potluck", "gloo"]) as (found, _):
+    time.sleep(4 * groups.GLOO_TIMEOUT_S * dist.get_rank())
     ones = torch.ones(1)
-    dist.all_reduce(ones, group=groups["gloo"])
+    dist.all_reduce(ones, group=found["gloo"])
     print("sum", int(ones), flush=True)
 """
 
 
 def said(code: str, interface: str, folder: Path) -> list[str]:
     """What both ranks said, with a short time for gloo to connect by this interface."""
-    code = f"from potluck.cli import _app, bench\nbench.GLOO_TIMEOUT_S = {TIMEOUT_S}\n{code}"
+    imports = "from potluck.cli import _app\nfrom potluck.probe import groups"
+    code = f"{imports}\ngroups.GLOO_TIMEOUT_S = {TIMEOUT_S}\n{code}"
     command = ["env", f"GLOO_SOCKET_IFNAME={interface}", sys.executable, "-c", code]
     return [log.read_text() for log in run_on_pair([command] * 2, None, folder, limit_s=LIMIT_S)]
 

@@ -14,7 +14,8 @@ from potluck.spec.finding import BLOCKER, Finding
 from support import sshd
 from support.broken_machines import FINDINGS, HEALTHY, broken_machines
 
-WHY_NOT = sshd.why_not() or (None if os.geteuid() == 0 and shutil.which("unshare") else "needs root, for mounts")
+ROOT = os.name == "posix" and os.geteuid() == 0
+WHY_NOT = sshd.why_not() or (None if ROOT and shutil.which("unshare") else "needs root, for mounts")
 pytestmark = [pytest.mark.root, pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")]
 
 

@@ -36,10 +36,10 @@ time.sleep(100)
 """
 GUEST = """
 import sys
-from potluck.cli._by_code import token_by_code
 from potluck.errors import NetworkError
+from potluck.wire.by_code import token_by_code
 try:
-    print(token_by_code(sys.argv[1]))
+    print(token_by_code(sys.argv[1], lambda line: None))
 except NetworkError as error:
     print(error, error.hint)
 """

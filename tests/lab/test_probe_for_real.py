@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from potluck.lab.network import shaping
+from potluck.lab.topology import shaping
 from support.two_machines import ADDRESSES, TwoMachines, why_not
 
 pytestmark = [

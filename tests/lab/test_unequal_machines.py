@@ -23,7 +23,7 @@ PACKAGES = Path(sysconfig.get_path("purelib"))
 
 
 def _why_not() -> str | None:
-    if os.geteuid() != 0 or shutil.which("useradd") is None:
+    if os.name != "posix" or os.geteuid() != 0 or shutil.which("useradd") is None:
         return "needs root, to make users"
     if PYTHON is None:
         return "needs a Python of this version that every user can run"

@@ -16,7 +16,7 @@ import torch.distributed
 from potluck.cli._app import READER_GONE, run
 from potluck.dist.config import PREFIX
 from potluck.env import DIST_VARIABLES
-from potluck.spec.ddp import from_json
+from potluck.spec.ddp_rows import from_json
 from support.processes import Processes
 
 pytestmark = [
@@ -137,7 +137,7 @@ def test_a_backend_that_is_not_here_is_refused_once_and_with_a_hint_that_fits(
 ) -> None:
     if arguments[-1] == "ucc" and torch.distributed.is_ucc_available():
         pytest.skip("this torch has it")
-    monkeypatch.setattr("potluck.fleet.ranks.run_ranks", lambda *a, **k: pytest.fail("ranks were started"))
+    monkeypatch.setattr("potluck.cli.bench.run_ranks", lambda *a, **k: pytest.fail("ranks were started"))
     monkeypatch.delenv("RANK", raising=False)
     assert run(["bench", *arguments]) == 2
     error, told, page = capsys.readouterr().err.splitlines()
@@ -171,7 +171,7 @@ WRONG = {
 def test_a_wrong_variable_of_the_backend_is_said_once_and_before_anything_starts(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("potluck.fleet.ranks.run_ranks", lambda *a, **k: pytest.fail("ranks were started"))
+    monkeypatch.setattr("potluck.cli.bench.run_ranks", lambda *a, **k: pytest.fail("ranks were started"))
     monkeypatch.delenv("RANK", raising=False)
     assert {PREFIX + name for name in WRONG} == set(DIST_VARIABLES)
     for name, value in WRONG.items():

@@ -15,7 +15,7 @@ import pytest
 from potluck.fleet import agent, bootstrap, installer
 from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.remote import words_of
-from potluck.spec.remote import RemoteFacts
+from potluck.spec.agent_reports import RemoteFacts
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="machines of a fleet are POSIX systems")
 

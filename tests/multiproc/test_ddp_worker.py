@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from potluck.train.recipes import get
 from support.processes import Processes, TestProcess
+from support.worker_specs import write_worker_spec
 
 STEPS, SEED = 4, 3
 SHARES = {"desk": 7, "laptop": 3, "old": 2}
@@ -28,34 +28,14 @@ CONFIG = {"depth": 1, "sequence": 16, "batch_tokens": 16 * BATCH, "steps": STEPS
 CONFIG |= {"lr": 1e-3, "clip_norm": CLIP}
 
 
-def free_port() -> int:
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        return int(door.getsockname()[1])
-
-
 def write_spec(
     folder: Path, device: str = "cpu", shares: Sequence[int] = tuple(SHARES.values()), **changes: Any
 ) -> Path:
-    spec = {
-        "recipe": {"name": "gpt", "config": CONFIG},
-        # One has a single micro-batch, one has equal ones, one has unequal ones.
-        "members": [
-            {"name": name, "device": device, "micro_batch": size, "share": share, "address": "127.0.0.1"}
-            for name, size, share in zip(SHARES, (3, 1, 8), shares)
-        ],
-        "steps": STEPS,
-        "seed": SEED,
-        "master_address": "127.0.0.1",
-        "master_port": free_port(),
-        "interface": "lo",
-        "out": str(folder / "steps.jsonl"),
-        "threads": 1,
-        "weights": str(folder / "weights.safetensors"),
-    }
-    path = folder / "spec.json"
-    path.write_text(json.dumps(spec | changes))
-    return path
+    members = [  # one has a single micro-batch, one has equal ones, one has unequal ones
+        {"name": name, "device": device, "micro_batch": size, "share": share}
+        for name, size, share in zip(SHARES, (3, 1, 8), shares)
+    ]
+    return write_worker_spec(folder, CONFIG, members, **{"steps": STEPS, "seed": SEED, **changes})
 
 
 def start(processes: Processes, spec: Path, rank: int, env: dict[str, str] | None = None) -> TestProcess:

@@ -47,7 +47,7 @@ def test_a_group_that_asks_for_encryption_does_not_go_in_the_clear(ranks: Ranks)
     for (error, text, _), _ in ranks.call(f"{CASES}second_group", 2, False, True, env=tcp):
         assert error == "ConfigError"
         assert "asks for encryption" in text
-    for first, second, said in ((False, None, "TCP in the clear"), (True, False, "encrypted TCP")):
+    for first, second, said in ((False, None, "TCP without encryption"), (True, False, "encrypted TCP")):
         for (error, _, _), shown in ranks.call(f"{CASES}second_group", 2, first, second, env=tcp):
             assert error == ""
             assert said in shown, (first, second)

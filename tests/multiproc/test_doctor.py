@@ -24,7 +24,7 @@ from potluck.doctor.facts import resolving
 from potluck.doctor.facts.system import System
 from potluck.errors import RefusedError
 from potluck.hub.link import GuestLink
-from potluck.probe import ways
+from potluck.probe import address_rates
 from potluck.probe.link_server import LinkServer
 from potluck.probe.meeting import meet
 from potluck.spec.facts import Case, Facts, Torch
@@ -115,7 +115,7 @@ def test_two_sides_exchange_facts_and_try_both_ways() -> None:
 
 def test_a_measurement_that_nobody_answers_is_over_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """All else that was found stays."""
-    monkeypatch.setattr(ways, "ALL_S", 1.5)
+    monkeypatch.setattr(address_rates, "ALL_S", 1.5)
     monkeypatch.setattr(LinkServer, "answer", lambda *_: None)
     there = linux("there", 6, protocol=PROTOCOL)
     with listening(there) as token:
@@ -218,7 +218,7 @@ def test_listen_prints_a_token_and_answers_the_other_side(tmp_path: Path) -> Non
         other = processes.potluck("doctor", "--listen", "--bind", "127.0.0.1", name="listener")
         token = other.wait_for_text(r"potluck doctor (potluck\d+-\S+)\n", deadline_s=LIMIT_S)[1]
         done = doctor(tmp_path, token, "--json")
-        other.wait_for_text("came to look", deadline_s=LIMIT_S)
+        other.wait_for_text("connected to check the link", deadline_s=LIMIT_S)
         other.kill()
     assert done.returncode == 0, done.stdout + done.stderr
     assert not codes(done) & {"blocked-here", "mtu-black-hole", "handshake-failed"}
@@ -228,9 +228,11 @@ def test_pains_of_one_machine_made_for_real(tmp_path: Path) -> None:
     """All at once, to be quick: a busy port, wrong variables, an orphan, a torn checkpoint, too large a model."""
     run = tmp_path / "runs" / "x"
 
-    def write(folder: Path) -> dict[str, Any]:
+    def write(folder: Path) -> checkpoint_folder.FolderManifest:
         (folder / "model.bin").write_bytes(bytes(1000))
-        return {"files": {"model.bin": checkpoint_folder.fingerprint(folder / "model.bin")}}
+        step = int(folder.name.removeprefix(".tmp-").partition("-")[0])
+        files = {"model.bin": checkpoint_folder.fingerprint(folder / "model.bin")}
+        return checkpoint_folder.FolderManifest(format=checkpoint_folder.FORMAT, step=step, files=files)
 
     whole = checkpoint_folder.publish(run / "checkpoints", 10, write, keep=2)
     torn = checkpoint_folder.publish(run / "checkpoints", 20, write, keep=2)
@@ -276,7 +278,7 @@ def test_pains_of_one_machine_made_for_real(tmp_path: Path) -> None:
 
 def test_facts_are_collected_without_importing_torch(tmp_path: Path) -> None:
     """It must work where torch is broken, and be quick."""
-    code = "import sys\nfrom potluck.doctor.facts.machine import *\ncollect(Wanted())\n"
+    code = "import sys\nfrom potluck.doctor.facts.collecting import *\ncollect(Wanted())\n"
     code += "print('torch' in sys.modules)"
     source = str(Path(__file__).resolve().parents[2] / "src")
     done = subprocess.run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -169,6 +170,7 @@ def test_fewer_processes_than_were_promised(tmp_path: Path) -> None:
     assert "1 of 3 processes" in read_log([Part(1, process.stderr())], "x").findings[0].what
 
 
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGHUP")
 def test_a_torchrun_whose_terminal_is_closed(script: Path, tmp_path: Path) -> None:
     """As a lost ssh does it: the hang-up goes to all of the terminal's processes."""
     sleeper = script.parent / "sleep.py"

@@ -193,7 +193,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from potluck.spec.config import RunConfig
-from potluck.train.events import EventLog
+from potluck.train.event_log import EventLog
 from potluck.train.folder import new_folder
 from potluck.train.context import ALONE, RANK, RunContext
 from potluck.train.ending import Interrupted
@@ -216,10 +216,10 @@ try:
     for step in Run(context).steps(model, optimizer, torch.randn(64, 4), global_batch=8, micro_batch=1, steps=4):
         for number, x in enumerate(step):
             if step.index == 2 and number == 1:
-                context.request_stop()
+                context.loop.request_stop()
             step.backward(model(x).square().mean())
 except Interrupted:
-    context.end_training("interrupted")
+    context.loop.end("interrupted")
     print("saved", *(path.name for path in folder.checkpoints.iterdir()))
 except RankDone:
     pass

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,15 +16,27 @@ import pytest
 pytest.importorskip("spake2", reason="needs the extra lan")
 pytest.importorskip("zeroconf", reason="needs the extra lan")
 
+import torch
+from torch import nn
+
+import potluck
+from potluck import run_session
 from potluck.cli import _by_code
-from potluck.cli._sharing import Sharing, qr_code, shared
+from potluck.cli._qr import qr_code
+from potluck.env import Environment
 from potluck.errors import MissingModuleError, NetworkError, TokenError
-from potluck.spec.events import RunEvent, StrangerRefused, to_json
+from potluck.report.summary import read_events
+from potluck.report.view import Mode
+from potluck.spec.config import RunConfig
+from potluck.spec.events import StrangerRefused
+from potluck.train import handing_out
+from potluck.train.context import HOST
+from potluck.train.handing_out import Sharing
+from potluck.train.run_specs import RunSpec
+from potluck.wire import by_code, discovery
 from potluck.wire import code as code_module
-from potluck.wire import discovery
 from potluck.wire.discovery import AnnouncedRun, Announcement, look
 from potluck.wire.frames import PROTOCOL
-from potluck.wire.token import Token, encode
 from support.fleet import JOB, TORCH_STARTS_S, Fleet
 from support.leaks import leaks
 from support.processes import _environment
@@ -36,14 +47,14 @@ CODE = r"(?m)^  (\d\d-[a-z]+-[a-z]+)$"
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_a_person_types_the_code_and_the_machine_joins(tmp_path: Path) -> None:
-    pexpect = pytest.importorskip("pexpect")
+    pexpect = pytest.importorskip("pexpect", reason="needs pexpect")
     with Fleet(tmp_path / "fleet") as fleet:
         words = ["--lan", "--qr", "--wait-for", "1", "--device", "paced:0.01"]
         host = fleet.host(JOB, *words, arguments=["--steps", "5"])
         code = host.wait_for_text(CODE, TORCH_STARTS_S)[1]
         assert "█▀▀▀▀▀█" in host.stdout() or "▄▄▄▄▄" in host.stdout()
         with pytest.raises(TokenError, match="does not know this code"):
-            _by_code.token_by_code(re.sub("-.*", "-yak-yak", code))
+            by_code.token_by_code(re.sub("-.*", "-yak-yak", code), print)
         terminal = pexpect.spawn(
             sys.executable,
             ["-c", "from potluck.cli._by_code import asked; print('got', asked())"],
@@ -121,20 +132,20 @@ def announced(number: int, **changes: object) -> AnnouncedRun:
 
 def test_what_is_said_when_a_code_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[AnnouncedRun] = []
-    monkeypatch.setattr(_by_code, "look", lambda number=None: found)
+    monkeypatch.setattr(by_code, "look", lambda number=None: found)
     with pytest.raises(NetworkError, match="run 12 was not seen in this network within 5 s") as unseen:
-        _by_code.token_by_code("12-maple-otter")
+        by_code.token_by_code("12-maple-otter", print)
     assert "UDP port 5353" in (unseen.value.hint or "")
     assert "The token always works" in (unseen.value.hint or "")
     found[:] = [announced(12), announced(12, addresses=("10.0.0.9",))]
     with pytest.raises(TokenError, match=r"several machines announce run 12: 127.0.0.1, 10.0.0.9"):
-        _by_code.token_by_code("12-maple-otter")
+        by_code.token_by_code("12-maple-otter", print)
     found[:] = [announced(12, protocol=PROTOCOL + 1)]
-    with pytest.raises(TokenError, match=f"of protocol {PROTOCOL + 1}"):
-        _by_code.token_by_code("12-maple-otter")
+    with pytest.raises(TokenError, match=f"uses protocol {PROTOCOL + 1}"):
+        by_code.token_by_code("12-maple-otter", print)
     found[:] = [announced(12)]
     with pytest.raises(NetworkError, match="did not send the token"):
-        _by_code.token_by_code("12-maple-otter")
+        by_code.token_by_code("12-maple-otter", print)
 
 
 class Person:
@@ -154,12 +165,12 @@ def test_a_person_is_asked_again_and_can_always_give_the_token(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(_by_code, "look", lambda number=None: [announced(12), announced(34, protocol=99)])
-    monkeypatch.setattr(_by_code, "redeem", lambda address, port, code: f"the token for {code}")
+    monkeypatch.setattr(by_code, "redeem", lambda address, port, code: f"the token for {code}")
     person = Person(monkeypatch, "12-mapel-otter", "56-maple-otter", "12 maple otter")
     assert _by_code.asked() == "the token for 12-maple-otter"
     said = capsys.readouterr().err
     assert "run 12 at 127.0.0.1" in said
-    assert "run 34 at 127.0.0.1 (of another version of Potluck)" in said
+    assert "run 34 at 127.0.0.1 (another version of Potluck)" in said
     assert "did you mean maple?" in said
     assert "no run 56 was seen" in said
     assert len(person.asked) == 3
@@ -201,39 +212,56 @@ class Announced:
 
 @pytest.mark.parametrize("view", ["plain", "json"])
 def test_the_host_shows_each_new_code_and_logs_none(
-    view: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    view: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(discovery, "Announcement", Announced)
+    monkeypatch.setattr(handing_out, "Announcement", Announced)
     monkeypatch.setattr(code_module, "PAUSE_S", 0.0)
     port = free_port()
-    emitted: list[RunEvent] = []
-    shown: list[str] = []
-    log = SimpleNamespace(emit=emitted.append)
-    keys = {"host_public": bytes(32), "guest_secret": bytes(range(32))}
-    token = encode(Token(addresses=("127.0.0.1",), port=port, **keys))
-    run: Any = SimpleNamespace(
-        token=token,
-        spec=SimpleNamespace(config=SimpleNamespace(port=port)),
-        context=SimpleNamespace(log=log),
-        show=shown.append,
-    )
-    with shared(run, Sharing(lan=True), view, tell=False):
+    config = RunConfig(device="cpu", bind="127.0.0.1", port=port)
+    spec = RunSpec(role=HOST, config=config, what="job.py", runs=tmp_path, sharing=Sharing(lan=True))
+    with run_session.session_of(spec, Environment(), view) as session:
         assert Announced.last.port == port + 1
+        assert session.code is not None
+        run_session.tell_code(session.code, view)
         codes = re.findall(CODE, capsys.readouterr()[view == "json"])
-        assert len(codes) == 1
-        assert code_module.redeem("127.0.0.1", port + 1, codes[0]) == token
+        assert codes == [session.code]
+        assert code_module.redeem("127.0.0.1", port + 1, codes[0]) == session.token
+        folder = session.folder.path
         for number in range(1, 10):
             with pytest.raises(code_module.WrongCode):
                 code_module.redeem("127.0.0.1", port + 1, "12-yak-yak")
-            wait_until(lambda number=number: len([e for e in emitted if isinstance(e, StrangerRefused)]) == number)
-        wait_until(lambda: len(emitted) == 11)
-    said = capsys.readouterr().err if view == "json" else "\n".join(shown)
-    codes += re.findall(r"that code is gone, the new one is (12-\w+-\w+)", said)
+            wait_until(lambda number=number: wrong_codes(folder) == number)
+        wait_until(lambda: "joining by a code is off" in (folder / "events.jsonl").read_text())
+    said = capsys.readouterr()[view == "json"]
+    codes += re.findall(r"that code is no longer valid, the new one is (12-\w+-\w+)", said)
     assert len(set(codes)) == 3
-    logged = [to_json(event).decode() for event in emitted]
-    assert "got the token by the code" in logged[0]
-    assert "joining by a code is off" in logged[-1]
-    assert not [line for line in logged if any(code in line for code in codes)]
+    logged = (folder / "events.jsonl").read_text()
+    assert "got the token by the code" in logged
+    assert not [code for code in codes if code in logged]
+
+
+def test_each_run_of_a_script_that_hosts_has_a_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(handing_out, "Announcement", Announced)
+    script = tmp_path / "train.py"
+    script.write_text("import potluck")
+    codes: list[str] = []
+    loopback: Any = {"bind": "127.0.0.1", "device": "cpu", "view": "plain"}
+    with potluck.start(host=True, lan=True, script=script, runs=tmp_path / "runs", **loopback) as run:
+        for number in (1, 2):
+            model = nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in run.steps(model, optimizer, [torch.ones(2)] * 8, global_batch=4, steps=1, micro_batch=4):
+                for batch in step:
+                    step.backward(model(batch).mean())
+                codes += re.findall(CODE, capsys.readouterr().out)
+                assert code_module.redeem("127.0.0.1", Announced.last.port, codes[-1]) == run.token
+            assert len(codes) == number
+
+
+def wrong_codes(folder: Path) -> int:
+    return sum(isinstance(event, StrangerRefused) for event in read_events(folder))
 
 
 def free_port() -> int:

@@ -293,7 +293,7 @@ def test_ctrl_c_ends_it_after_the_step_and_its_callbacks_save(tmp_path: Path) ->
     class Asks(pl.Callback):
         def on_train_batch_start(self, trainer: Any, *ignored: Any) -> None:
             if trainer.global_step == 3:
-                run._context.request_stop()
+                run._context.loop.request_stop()
 
     saving = pl.callbacks.OnExceptionCheckpoint(tmp_path)
     before = signal.getsignal(signal.SIGINT)

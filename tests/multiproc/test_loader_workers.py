@@ -61,8 +61,9 @@ def test_ctrl_c_ends_the_workers_and_a_resumed_run_equals_a_plain_loop(tmp_path:
 
 @pytest.mark.parametrize("kind", ["grouped", "stream"])
 def test_other_loaders_with_guests_that_are_killed_and_a_host_that_is_resumed(kind: str, tmp_path: Path) -> None:
-    out = tmp_path / "weights"
-    words = ["--epochs", EPOCHS, "--kind", kind, "--out", out]
+    out, marks = tmp_path / "weights", tmp_path / "marks"
+    marks.mkdir()
+    words = ["--epochs", EPOCHS, "--kind", kind, "--marks", marks, "--out", out]
     expected, losses = loader_job.trained_by_hand(EPOCHS, kind=kind)
     sizes = [len(batch) for epoch in range(EPOCHS) for batch in epoch_of(epoch)] if kind == "grouped" else None
     with Fleet(tmp_path / "fleet") as fleet:
@@ -94,6 +95,13 @@ def test_other_loaders_with_guests_that_are_killed_and_a_host_that_is_resumed(ki
     assert [e["loss"] for e in steps] == pytest.approx(losses, rel=1e-5)
     got = load_file(out)
     assert all(torch.allclose(got[name], tensor, atol=1e-6) for name, tensor in expected.items())
+    if kind == "grouped":  # which has a collate function of its own
+        by = {role: [mark.name for mark in marks.glob(f"{role}-*")] for role in ("host", "guest")}
+        both = {e["step"] - 1 for e in steps if len(e["samples"]) > 1}
+        collated = {int(name.split("-")[2]) for name in by["host"] if "-worker-" in name}
+        assert len(collated) > len(steps) / 2, "the host's workers collate what it computes"
+        assert collated & both, "in a step with a guest, too"
+        assert any("-itself-" in name for name in by["guest"]), "and its thread what guests are lent"
 
 
 def epoch_of(epoch: int) -> list[list[int]]:

@@ -136,6 +136,7 @@ def test_commands_have_their_environment_and_their_log(tmp_path: Path, monkeypat
             box.start("laptop", [str(tmp_path / "none")], env={}, log=log)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="ends with a signal of POSIX")
 def test_a_command_is_the_process_that_was_returned(tmp_path: Path) -> None:
     """So that signals reach it: kill() is how a guest leaves a rig."""
     with LoopbackBox(parse(RIG)) as box:
@@ -146,6 +147,7 @@ def test_a_command_is_the_process_that_was_returned(tmp_path: Path) -> None:
         assert process.wait(10) == -signal.SIGKILL
 
 
+@pytest.mark.skipif(os.name != "posix", reason="ends with a signal of POSIX")
 def test_leaving_the_box_ends_everything_that_runs_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loopback, "GRACE_S", 0.3)
     with LoopbackBox(parse(RIG)) as box:
@@ -179,6 +181,7 @@ with loopback.LoopbackBox(parse(json.loads(sys.argv[2]))) as box:
 
 
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGINT", "fails"])
+@pytest.mark.skipif(os.name != "posix", reason="ends with a signal of POSIX")
 def test_nothing_is_left_however_its_owner_ends(tmp_path: Path, end: str) -> None:
     host_token(tmp_path, 45_678)
     with Processes(tmp_path / "owner") as processes:
@@ -212,6 +215,7 @@ def _ancestors(process: psutil.Process) -> list[int]:
         return []
 
 
+@pytest.mark.skipif(os.name != "posix", reason="ends with a signal of POSIX")
 def test_a_process_that_only_has_an_old_ones_id_is_spared() -> None:
     innocent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True)
     try:

@@ -28,7 +28,7 @@ def contributes_from(fleet: Fleet, host: TestProcess, machine: str, step: int) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="SIGSTOP")
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP (POSIX)")
 def test_one_killed_one_asleep_one_late(tmp_path: Path) -> None:
     until = tmp_path / "enough"
     with Fleet(tmp_path) as fleet:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from potluck.lab import peer_strategies
 from potluck.train.recipes import get
 from support.processes import Processes, TestProcess
+from support.worker_specs import write_worker_spec
 
 STEPS, SEED = 4, 3
 SHARES = {"desk": 7, "laptop": 3}
@@ -34,31 +34,12 @@ def needs(name: str) -> None:
         pytest.skip(reason)
 
 
-def free_port() -> int:
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        return int(door.getsockname()[1])
-
-
 def write_spec(folder: Path, devices: tuple[str, str], **changes: Any) -> Path:
-    spec = {
-        "recipe": {"name": "gpt", "config": CONFIG},
-        "members": [
-            {"name": name, "device": device, "micro_batch": 2, "share": share, "address": "127.0.0.1"}
-            for (name, share), device in zip(SHARES.items(), devices)
-        ],
-        "steps": STEPS,
-        "seed": SEED,
-        "master_address": "127.0.0.1",
-        "master_port": free_port(),
-        "interface": "lo",
-        "out": str(folder / "steps.jsonl"),
-        "threads": 1,
-        "weights": str(folder / "weights.safetensors"),
-    }
-    path = folder / "spec.json"
-    path.write_text(json.dumps(spec | changes))
-    return path
+    members = [
+        {"name": name, "device": device, "micro_batch": 2, "share": share}
+        for (name, share), device in zip(SHARES.items(), devices)
+    ]
+    return write_worker_spec(folder, CONFIG, members, **{"steps": STEPS, "seed": SEED, **changes})
 
 
 def start(processes: Processes, strategy: str, spec: Path) -> list[TestProcess]:

@@ -17,7 +17,7 @@ import pytest
 from zmq.utils import garbage
 
 from potluck.errors import NetworkError
-from potluck.plan import inputs, models
+from potluck.plan import fleet_inputs, models
 from potluck.probe.link_visit import Visit, measure
 from potluck.spec.messages import UnknownMessage
 from potluck.spec.probe_messages import ProbeBye, ProbeEcho, ProbeEnd, ProbeFlow, ProbeNo
@@ -67,7 +67,7 @@ def test_two_processes_measure_each_other_and_a_plan_reads_the_file(tmp_path: Pa
             *("probe", token, "--seconds", "2", "--name", "laptop", *SMALL, "--json", "--save", "facts.json")
         )
         done.succeeds(LIMIT_S)
-        other.wait_for_text("laptop .127.0.0.1. came to measure", deadline_s=LIMIT_S)
+        other.wait_for_text("laptop .127.0.0.1. connected to measure the link", deadline_s=LIMIT_S)
         other.interrupt()
         other.succeeds(deadline_s=LIMIT_S)
     assert done.stderr() == ""
@@ -85,11 +85,12 @@ def test_two_processes_measure_each_other_and_a_plan_reads_the_file(tmp_path: Pa
         assert path[way]["ours"]["bytes_per_s"] > 0
         assert path[way]["bare"]["bytes_per_s"] > 0
     assert 0 < path["idle"]["p50_s"] <= path["idle"]["p99_s"]
-    given = inputs.from_facts([("facts.json", table)], models.find("gpt:1", 16))
+    given = fleet_inputs.from_facts([("facts.json", table)], models.find("gpt:1", 16))
     assert [machine.link for machine in given.fleet.machines] == ["", "measured"]
     assert sorted(path.name for path in tmp_path.iterdir() if "facts" in path.name) == ["facts.json"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_ctrl_c_leaves_nothing_half_written(tmp_path: Path) -> None:
     with Processes(tmp_path, fork=False) as processes:  # so that torch is not there from its first moment
         process = processes.potluck(
@@ -208,6 +209,7 @@ else:
 """
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a script of sh")
 def test_iperf3_is_asked_where_both_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes its place here: the same arguments, the same JSON."""
     code, program = tmp_path / "iperf3.py", tmp_path / "iperf3"

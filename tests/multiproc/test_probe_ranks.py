@@ -12,8 +12,9 @@ from potluck.cli._app import run
 from potluck.errors import UserError
 from potluck.fleet.ranks import free_port
 from potluck.probe import collectives
+from potluck.report.collective_table import header, table
 from potluck.report.probe_table import probe_lines
-from potluck.spec.collectives import CollectiveRow, header, table
+from potluck.spec.collective_rows import CollectiveRow
 from potluck.spec.probed import DeviceSpeed, Probed
 from support.processes import Processes
 
@@ -22,7 +23,7 @@ LIMIT_S = 100.0
 SCRIPT = """
 import torch.distributed as dist
 from potluck.probe.collectives import short
-from potluck.spec.collectives import table
+from potluck.report.collective_table import table
 dist.init_process_group("gloo")
 rows = short(seconds=0.5)
 if dist.get_rank() == 0:

@@ -105,10 +105,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 @pytest.mark.parametrize(
     ("who", "words"),
     [
-        ("another-run", "is not the one of this token"),
+        ("another-run", "is not the host of this token"),
         ("another-guest-key", "refused this token"),
         ("other-model", "a different model"),
-        ("other-protocol", "speaks protocol"),
+        ("other-protocol", "uses protocol"),
     ],
 )
 def test_whoever_does_not_belong_is_told_so(refusals: Refusals, who: str, words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.fleet import TORCH_STARTS_S, Fleet, port_is_open
-from support.processes import TestProcess
+from support.processes import SOURCE, TestProcess
 
 DEADLINE_S = 30.0
 
@@ -103,9 +104,32 @@ def test_ctrl_c_in_the_loop(fleet: Fleet) -> None:
     assert host.wait(DEADLINE_S) == -signal.SIGINT, "as any Python script that is interrupted: 130 in a shell"
     ann.succeeds(DEADLINE_S)
     assert "the run is over: interrupted" in ann.stdout()
-    assert f"go on with: potluck.start(host=True, resume='{fleet.folder}')" in host.stderr()
+    assert f"resume with: potluck.start(host=True, resume='{fleet.folder}')" in host.stderr()
     assert last_event(fleet) == ("run_end", "interrupted")
     assert list((fleet.folder / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+@pytest.mark.timeout(120)
+def test_a_script_whose_reader_goes_away_is_saved_and_stopped(tmp_path: Path) -> None:
+    """`python train.py | head -3`"""
+    (tmp_path / "train.py").write_text(SCRIPT.replace("wait_for=1", "wait_for=0"))
+    words = shlex.join([sys.executable, "train.py", "runs", "never"])
+    done = subprocess.run(
+        ["bash", "-c", f"{words} | head -3; exit ${{PIPESTATUS[0]}}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )
+    (folder,) = (tmp_path / "runs").iterdir()
+    end = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
+    assert (end["event"], end["reason"]) == ("run_end", "interrupted")
+    assert (folder / "checkpoints" / f"step-{end['step']:08d}").is_dir()
+    assert "the output pipe was closed: stopping, as with Ctrl-C" in done.stderr
+    assert "resume with: potluck.start(host=True, resume=" in done.stderr
+    assert done.returncode == 130
 
 
 @pytest.mark.parametrize("host", [False, True])
@@ -124,3 +148,48 @@ run.close()
     file.write_text(script)
     done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+TWO_LOOPS = """
+import sys
+import torch
+from torch import nn
+import potluck
+
+runs, how = sys.argv[1:]
+run = potluck.start(host=True, bind="127.0.0.1", device="cpu", threads=1, view="plain", runs=runs)
+
+
+def loop():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in run.steps(model, optimizer, torch.ones(8, 4), global_batch=4, steps=3):
+        for x in step:
+            step.backward(model(x).square().mean())
+        yield step.number
+
+
+print(list(zip(loop(), loop())) if how == "at once" else [*loop(), *loop()])
+"""
+
+
+@pytest.mark.parametrize("command", [[], ["-m", "potluck", "host", "--bind", "127.0.0.1"]], ids=["start", "host"])
+def test_two_loops_at_once_are_refused_with_one_sentence(command: list[str], fleet: Fleet, tmp_path: Path) -> None:
+    script = tmp_path / "two.py"
+    script.write_text(TWO_LOOPS)
+    own = ["--runs", str(fleet.runs)] if command else []
+    host = fleet.python(
+        *command, str(script), *own, *(["--"] if command else []), str(fleet.runs), "at once", name="h"
+    )
+    assert host.wait(DEADLINE_S) != 0
+    assert "run.steps() was called while an earlier run.steps() of this program is still open" in host.stderr()
+    assert "end the first loop before the second one begins" in host.stderr()
+    assert last_event(fleet) == ("run_end", "failed")
+
+
+def test_a_loop_after_the_first_one_is_a_new_run(fleet: Fleet, tmp_path: Path) -> None:
+    script = tmp_path / "two.py"
+    script.write_text(TWO_LOOPS)
+    host = fleet.python(str(script), str(fleet.runs), "in turn", name="host")
+    assert host.succeeds(DEADLINE_S).endswith("[1, 2, 3, 1, 2, 3]\n")
+    assert len(list(fleet.runs.iterdir())) == 2

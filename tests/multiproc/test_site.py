@@ -64,6 +64,26 @@ def test_the_search_finds_a_lesson(site: Path) -> None:
     assert found["docnames"].index("docs/learn/5-bandwidth") in np.atleast_1d(in_texts)
 
 
+def test_no_line_is_lost_as_a_comment() -> None:
+    """A line that begins with % is text on GitHub, and a comment for the site."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.md")]
+    lost = re.compile(r"^\s*%", re.M)
+    assert not [str(page.relative_to(ROOT)) for page in pages if lost.search(page.read_text(encoding="utf-8"))]
+
+
+def test_the_search_works_on_files(site: Path) -> None:
+    """Summaries would be fetched, page by page: an error for each result where nobody serves the site."""
+    options = (site / "_static" / "documentation_options.js").read_text(encoding="utf-8")
+    assert "SHOW_SEARCH_SUMMARY: false" in options
+
+
+def test_code_wider_than_a_column_may_break_and_no_other(site: Path) -> None:
+    page = (site / "docs" / "reference" / "cli.html").read_text(encoding="utf-8")
+    assert '<span class="pre">--checkpoint-every</span>' in page
+    assert "<wbr>latency_<wbr>ms" in page
+    assert re.search(r'<td class="[^"]*\bsentences\b', page)
+
+
 def test_every_page_is_in_the_contents(site: Path) -> None:
     """Sphinx warns of pages that are in no table of contents; this is for those that it was not told of."""
     pages = {path.relative_to(ROOT).with_suffix("") for path in (ROOT / "docs").rglob("*.md")}

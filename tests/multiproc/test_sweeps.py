@@ -86,7 +86,7 @@ def test_a_lost_trial_goes_on_from_its_checkpoint_and_idle_machines_help(
 ) -> None:
     from distributed import Client
 
-    from potluck.sweep.dask import DaskSweep
+    from potluck.sweep.dask_trials import DaskSweep
 
     found, keys, told = read_script(script), KeyPair(), list[str]()
     storage, until = tmp_path / "storage", tmp_path / "until"
@@ -137,7 +137,7 @@ def test_nothing_outlives_a_killed_driver(dask: str, script: Path, tmp_path: Pat
     assert driver.stderr is not None
 
     def ours() -> list[int]:
-        return [p.pid for p in psutil.Process().children(recursive=True) if "potluck.cli._warm" in _words(p)]
+        return [p.pid for p in psutil.Process().children(recursive=True) if "potluck.sweep.warm" in _words(p)]
 
     try:
         _wait(lambda: len(ours()) == 2, 60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import runpy
 import sys
@@ -314,7 +315,7 @@ def test_ctrl_c_ends_it_after_the_step_with_a_checkpoint(tmp_path: Path) -> None
 
     def asks(args: Any, state: Any, control: Any, **ignored: Any) -> None:
         if state.global_step == 3:
-            run._context.request_stop()
+            run._context.loop.request_stop()
 
     trainer = line(functools.partial(Trainer, run=run), tmp_path, callback(on_step_begin=asks))
     with pytest.raises(Interrupted):
@@ -330,7 +331,7 @@ def test_a_resumed_run_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> Non
 
     for resumed, steps in ((False, 4), (True, 6)):
         run = potluck.start(device="cpu", threads=1)
-        run._context.resume = resumed
+        run._context = dataclasses.replace(run._context, resume=resumed)
         kind = functools.partial(Trainer, run=run)
         line(
             kind, tmp_path, callback(on_train_begin=begins), max_steps=steps, save_strategy="steps", save_steps=2

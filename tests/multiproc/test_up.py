@@ -69,7 +69,7 @@ def test_a_run_with_a_flapping_guest_and_a_broken_machine_is_stopped_by_ctrl_c(
         up = started(processes, machines, *words)
         up.wait_for_text(r"here +│ \* laptop .*joined", 150)
         assert "[attic]" in up.stdout()
-        assert "it takes none of your keys" in up.stdout()
+        assert "it accepts none of your keys" in up.stdout()
         # The other one can be used later, and then takes part.
         assert not re.search(r"\* attic .*joined", up.stdout())
         (attic.folder / "authorized_keys").write_text(machines.key.with_suffix(".pub").read_text())
@@ -99,7 +99,7 @@ def test_a_run_with_a_flapping_guest_and_a_broken_machine_is_stopped_by_ctrl_c(
         assert "stopping" in logs["here.log"]
         token = (run / "token").read_text().strip()
         assert token not in output + "".join(logs.values())
-        assert "the first error was on attic: attic: it takes none of your keys" in output
+        assert "the first error was on attic: attic: it accepts none of your keys" in output
         assert "the connection to laptop was closed" in output
         assert not list((tmp_path / "up" / "runs").glob(".up-*"))
     wait_until(lambda: not ours(tmp_path), 5, f"left behind: {ours(tmp_path)}")
@@ -164,7 +164,7 @@ def test_a_host_elsewhere_that_is_killed_goes_on_with_the_command_that_is_told(
         up.exits_with(128 + signal.SIGKILL, 60)
         assert "the first error was on desk: was ended by signal 9" in up.stdout()
         (run,) = (desk.home / "potluck" / "up" / "runs").glob("2*")
-        (told,) = re.findall(r"^go on with: potluck (up .*)$", up.stdout(), re.MULTILINE)
+        (told,) = re.findall(r"^resume with: potluck (up .*)$", up.stdout(), re.MULTILINE)
         assert f"--host desk --checkpoint-every 5 --resume {run} -- {JOB} --steps 1000000" in told
         again = processes.potluck(*shlex.split(told), env=machines.variables, merged=True)
         again.wait_for_text(r"desk +│ .*(resumed|continues) after step [1-9]", 150)
@@ -172,7 +172,7 @@ def test_a_host_elsewhere_that_is_killed_goes_on_with_the_command_that_is_told(
         again.signal(signal.SIGINT)
         again.exits_with(130, 90)
         # The host's own hint is the same, and not `potluck host`.
-        assert f"go on with: potluck {told}" in again.stdout()
+        assert f"resume with: potluck {told}" in again.stdout()
         (run_again,) = (desk.home / "potluck" / "up" / "runs").glob("2*")
         assert run_again == run
     wait_until(lambda: not ours(tmp_path), 5, f"left behind: {ours(tmp_path)}")
@@ -199,7 +199,7 @@ def test_without_a_usable_machine_nothing_starts(tmp_path: Path, machines: sshd.
         up = started(processes, machines, "attic", "cellar", "--", *SMALL)
         up.exits_with(3, 60)
         output = up.stdout()
-        assert "it takes none of your keys" in output
+        assert "it accepts none of your keys" in output
         assert "no ssh server listens there" in output
         assert "none of 2 machines can be used" in output
         assert "see: potluck explain bad-machine" in output

@@ -14,10 +14,10 @@ import pytest
 from potluck.errors import HostGoneError, LoopError, ScriptError
 from potluck.hub.link import GuestLink
 from potluck.hub.waiting import WaitingRoom
-from potluck.report.messages import describe
+from potluck.report.sentences import describe
 from potluck.spec.events import LoopAwaited, RunEvent
 from potluck.spec.messages import HelloMessage, Source, WelcomeMessage
-from potluck.train.session import send_away
+from potluck.train.admitting import send_away
 from potluck.wire.frames import FROM_GUEST, pack
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token
@@ -138,9 +138,8 @@ def test_after_a_while_the_person_at_the_host_is_told() -> None:
 )
 def test_the_reason_is_that_of_its_end(error: BaseException | None, began: bool, reason: str) -> None:
     said: list[str] = []
-    admission = SimpleNamespace(waiting=SimpleNamespace(close=said.append))
-    context: Any = SimpleNamespace(what="job.py", began=began, admission=admission)
-    send_away(context, error)
+    waiting: Any = SimpleNamespace(close=said.append)
+    send_away(waiting, "job.py", error, began=began)
     assert said == [reason]
 
 
@@ -159,7 +158,7 @@ def test_a_script_without_a_training_loop_says_so_and_tells_its_guests(tmp_path:
         end.touch()
         host.exits_with(2, deadline_s=30)
         ann.exits_with(3, deadline_s=30)
-        assert "error: alone.py ended without reaching run.steps(): what it trained" in host.stderr()
+        assert "error: alone.py ended without reaching run.steps(): if it trained" in host.stderr()
         assert "see: potluck explain bad-loop" in host.stderr()
         assert "the run ended before its training began: alone.py ended without reaching" in ann.stderr()
 

@@ -83,7 +83,7 @@ def test_two_processes_echo_and_end_cleanly() -> None:
     guest.close()
 
 
-@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL (POSIX)")
 def test_a_killed_host_is_noticed_at_once() -> None:
     process, token = start(serve)
     guest = GuestSocket(token)

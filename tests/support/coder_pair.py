@@ -23,7 +23,7 @@ from potluck.hub.guest import GuestHub
 from potluck.hub.host_coder import HostCoder
 from potluck.hub.inputs import ContributionDecoded, PartRead, PieceCoded, ReplicaHashed
 from potluck.hub.members import Member
-from potluck.hub.tensors import ModelTensors
+from potluck.hub.model_tensors import ModelTensors
 from potluck.spec.messages import DATA, FromGuest, FromHost, HashedMessage
 from potluck.wire.frames import FROM_HOST, Received
 from support.plain import Plain, packed, plain

@@ -52,8 +52,7 @@ def main() -> None:
             step.backward(loss)
         if what == "weights" and not spoilt and step.index >= int(after):
             spoilt = True
-            with torch.no_grad():
-                model[0].weight[0, 0] += 1e-6
+            model[0].weight.data[0, 0] += 1e-6  # unseen by torch, as a fault of memory is
         if run.is_host and options.until.exists():
             break
 

@@ -24,8 +24,8 @@ import zstandard
 from potluck import codec as codecs
 from potluck.codec import changes, coder
 from potluck.errors import TokenError, WireError
+from potluck.hub.model_tensors import from_bytes
 from potluck.hub.parity import Reference, Sketch, judge
-from potluck.hub.tensors import from_bytes
 from potluck.spec import messages as msg
 from potluck.wire import frames as wire
 from potluck.wire.frames import FROM_GUEST, FROM_HOST, cut, dump_json, joined, load_json, pack

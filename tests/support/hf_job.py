@@ -1,6 +1,6 @@
 """A Hugging Face training of a tiny model on made-up token lists, as a person writes it; a script and a module.
 
-python hf_job.py [--out weights.safetensors] [--steps N] [--lora]
+python hf_job.py [--out weights.safetensors] [--steps N] [--lora] [--gpu]
 """
 
 from __future__ import annotations
@@ -95,6 +95,9 @@ def trained(kind: Any, out: Path, *, lora: bool = False, resume: Any = None, **c
     return trainer
 
 
+ON_GPU: dict[str, Any] = {"use_cpu": not torch.cuda.is_available(), "bf16": True, "logging_steps": 1}
+
+
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
 
@@ -104,10 +107,12 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("weights.safetensors"))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--gpu", action="store_true", help="in bf16, on a GPU where there is one")
     asked = parser.parse_args()
     from potluck.integrations.transformers import Trainer
 
     print("ready", flush=True)  # for a test that waits until everything is imported
-    trainer = trained(Trainer, asked.out.parent / "out", lora=asked.lora, max_steps=asked.steps)
+    changed = ON_GPU if asked.gpu else {}
+    trainer = trained(Trainer, asked.out.parent / "out", lora=asked.lora, max_steps=asked.steps, **changed)
     save_file({name: w.contiguous() for name, w in weights(trainer).items()}, asked.out)
     print(f"trained {trainer.state.global_step} steps", file=sys.stderr)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from potluck.spec import about
-from potluck.spec.figures import Results, results
+from potluck.balance.codecs import codec_bytes
+from potluck.balance.shares import whole_shares
+from potluck.lab.figures import results
+from potluck.plan import about
 from potluck.spec.outcome import Interval, Outcome, StepDone
+from potluck.spec.results import Results
 from potluck.spec.rig import Rig
-from potluck.spec.shares import whole_shares
 
 MICRO_BATCH = 2
 _GAP_S = 0.002
@@ -104,7 +106,7 @@ def ddp(rig: Rig, strategy: str = "ddp", shares: Mapping[str, int] | None = None
 def potluck(rig: Rig) -> Outcome:
     """The host computes all the time; guests receive while they begin and send while they end."""
     author = Author(rig, "potluck")
-    size = round(about.parameters(rig.workload) * about.codec_bytes(rig.workload.codec))
+    size = round(about.parameters(rig.workload) * codec_bytes(rig.workload.codec))
     for _ in range(rig.workload.steps):
         step = len(author.steps) + 1
         present = [m.name for m in rig.machines if m.present_at(step)]

@@ -37,7 +37,7 @@ class Data(Dataset[tuple[Tensor, Tensor]]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if self._marks is not None:
+        if self._marks is not None and self._role:
             (self._marks / f"{self._role}-{os.getpid()}").touch()
         torch.rand(1)
         point = torch.sin(torch.arange(FEATURES) * (index + 1.0))
@@ -75,7 +75,8 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 def mapping(samples: list[tuple[Tensor, Tensor]]) -> UserDict[str, Tensor]:
     points, targets = zip(*samples, strict=True)
-    return UserDict(points=torch.stack(points), targets=torch.stack(targets))
+    by_worker = get_worker_info() is not None
+    return UserDict(points=torch.stack(points), targets=torch.stack(targets), by_worker=by_worker)
 
 
 def loader(data: Data, workers: int, kind: str = "") -> DataLoader[Any]:
@@ -125,17 +126,20 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--wide", type=int, default=FEATURES, help="values of a sample")
     parser.add_argument("--data", default="sent")
-    parser.add_argument("--marks", type=Path)
+    parser.add_argument("--marks", type=Path, help="a folder: who read samples, or collated batches (grouped)")
     parser.add_argument("--fails-at", type=int, help="the script fails in this step")
     parser.add_argument("--out", type=Path, help="where the host writes the final weights")
     options = parser.parse_args(words)
     run = potluck.start()
     model = build().to(run.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = loader(Data(options.marks, run.role, options.wide), options.workers, options.kind)
+    reads = "" if options.kind == "grouped" else run.role
+    batches = loader(Data(options.marks, reads, options.wide), options.workers, options.kind)
     for step in run.steps(model, optimizer, batches, epochs=options.epochs, data=options.data):
         for batch in step:
             step.backward(loss_of(model, batch))
+            if options.marks is not None and options.kind == "grouped":
+                (options.marks / f"{run.role}-{'worker' if batch['by_worker'] else 'itself'}-{step.index}").touch()
             if run.is_host and step.index == options.fails_at:
                 raise ValueError("as it was asked to")
     if options.out is not None:

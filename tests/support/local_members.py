@@ -20,7 +20,7 @@ from torch import Tensor
 
 from potluck.dist import reduction
 from potluck.dist.copy_threads import CopyThreads
-from potluck.dist.local import LocalGroup
+from potluck.dist.local_collectives import LocalGroup
 from potluck.dist.local_memory import GroupMemory, Sizes
 from potluck.dist.record import Call, Header
 from potluck.errors import CollectiveError, NetworkError, RankGoneError

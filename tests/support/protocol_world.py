@@ -17,13 +17,13 @@ from potluck.hub import actions as act
 from potluck.hub import inputs
 from potluck.hub.actions import CommonBatch, StepResult
 from potluck.hub.feed import NOTHING, FixedTensor, PieceState
+from potluck.hub.guest_work import Kept
 from potluck.hub.inputs import Packed
+from potluck.hub.layout import TensorSpec, fingerprint_to_json
 from potluck.hub.members import COMPUTING, Member
 from potluck.hub.protocol import HostProtocol
 from potluck.hub.terms import HostTerms
-from potluck.hub.work import Kept
 from potluck.spec.events import RunEvent, kind_of
-from potluck.spec.layout import TensorSpec, fingerprint_to_json
 from potluck.spec.messages import AheadMessage, FromGuest, LeaseMessage, RefuseMessage
 from potluck.train.data import epoch_order
 from potluck.wire.frames import (

@@ -10,7 +10,6 @@ import importlib
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any, Self
 
+from potluck.fleet.ranks import free_port
 from support import forks
 from support.processes import _environment
 
@@ -34,12 +34,6 @@ COMMAND = [sys.executable, "-m", "support.ranks"]
 
 class RankFailure(AssertionError):
     """A rank raised, died or did not answer; the message says which, and what it said."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Rank:

@@ -134,7 +134,7 @@ def news() -> list[RunEvent]:
         ev.StrangerRefused(address="10.0.0.66", reason="a wrong key"),
         ev.CheckpointSaved(step=2, path="checkpoints/step-2", seconds=0.3),
         ev.CheckpointFailed(step=2, reason="No space left on device", again=True),
-        ev.CheckpointDamaged(path="checkpoints/step-2", reason="its hash is another", resumed_from=1),
+        ev.CheckpointDamaged(path="checkpoints/step-2", reason="its hash differs", resumed_from=1),
         ev.LoopAwaited(what="job.py", seconds=61.0, guests=1),
         ev.LogFailed(path="runs/x/events.jsonl", reason="No space left on device"),
         ev.LogGap(lines=3),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import shutil
 import signal
 import socket
@@ -112,6 +111,8 @@ class SshMachines:
         """Start one. `force`: a command in place of the one that is asked for; `before`: words before sshd."""
         folder = self.folder / name
         folder.mkdir()
+        import pwd  # not on Windows
+
         user = user or pwd.getpwuid(os.geteuid()).pw_name
         machine = SshMachine(name, folder, address, _free_port(), user)
         machine.home.mkdir()

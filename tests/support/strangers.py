@@ -381,7 +381,8 @@ def held(crowd: Crowd) -> Iterator[Crowd]:
         crowd.close()
 
 
-def until(condition: Callable[[], bool], within_s: float = 20.0) -> bool:
+def until(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
+    """Whether it holds in time. A connection that finds the port full tries again after 1, 3, 7, 15 and 31 s."""
     deadline = time.monotonic() + within_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -14,7 +14,7 @@ from torch import nn
 
 from potluck.spec.config import RunConfig
 from potluck.train.context import ALONE, RunContext
-from potluck.train.events import EventLog
+from potluck.train.event_log import EventLog
 from potluck.train.folder import new_folder
 from potluck.train.run import Run
 from potluck.train.step import Step
@@ -69,7 +69,7 @@ def test_a_loop_that_is_left_saves_what_it_has_told(tmp_path: Path) -> None:
     context = launched(tmp_path, Queueing(0.1))
     (step,) = trained(context, None, lambda step: True)
     assert told(context) == [("step", 1), ("checkpoint", 1)]
-    context.end_training("finished")
+    context.loop.end("finished")
     assert told(context) == [("step", 1), ("checkpoint", 1), ("run_end", 1)]
     assert step.loss is not None
 
@@ -95,7 +95,7 @@ def test_a_device_that_fails_in_the_last_step_makes_no_finished_run(tmp_path: Pa
     context = launched(tmp_path, Queueing(0.03, fails_at=2 * MARKS_A_STEP + 2))
     with pytest.raises(RuntimeError, match="the device failed"):
         trained(context)
-    context.end_training("failed")
+    context.loop.end("failed")
     assert context.folder is not None
     last = json.loads(context.folder.events.read_text().splitlines()[-1])
     assert (last["event"], last["step"], last["reason"]) == ("run_end", 2, "failed")

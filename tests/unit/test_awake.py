@@ -7,14 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from potluck.fleet.awake import awake
+from potluck.train.awake import awake
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes in /proc")
 
@@ -68,7 +70,7 @@ def test_linux_is_asked_for_two_locks_so_that_one_is_granted_where_the_other_is_
 
 def test_a_killed_process_keeps_no_machine_awake(tmp_path: Path) -> None:
     stand_in(tmp_path, "systemd-inhibit", "exec cat")
-    program = "import time; from potluck.fleet.awake import awake\nwith awake(): time.sleep(600)"
+    program = "import time; from potluck.train.awake import awake\nwith awake(): time.sleep(600)"
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     process = subprocess.Popen([sys.executable, "-c", program], env=env)
     try:
@@ -97,8 +99,12 @@ def test_windows_is_asked_and_told_when_it_is_over(monkeypatch: pytest.MonkeyPat
     kernel = SimpleNamespace(SetThreadExecutionState=told.append)
     monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=kernel), raising=False)
     monkeypatch.setattr(sys, "platform", "win32")
-    with awake():
-        assert told == [0x80000001]
+    stack = ExitStack()
+    stack.enter_context(awake())
+    until(lambda: told == [0x80000001])
+    closing = threading.Thread(target=stack.close)  # as where a run ends after its loop was left
+    closing.start()
+    closing.join(20)
     assert told == [0x80000001, 0x80000000]
 
 

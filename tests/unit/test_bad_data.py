@@ -25,7 +25,8 @@ from potluck.train.context import ALONE
 from potluck.train.data import Loader
 from potluck.train.ending import Interrupted
 from potluck.train.run import Run
-from potluck.train.session import RunSpec, Session
+from potluck.train.run_specs import RunSpec
+from potluck.train.session import Session
 from potluck.train.torch_loader import TorchLoader, open_steps, reader_of
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
@@ -166,8 +167,9 @@ def test_a_lambda_for_a_spawned_worker_is_told_in_one_sentence(method: str, wher
 
 
 def test_a_lambda_that_collates_needs_no_name() -> None:
-    """Worker processes are not sent it."""
-    loader = TorchLoader(DataLoader(Corrupt(), batch_size=8, collate_fn=lambda samples: samples, num_workers=1))
+    """Spawned worker processes are not sent it; forked ones have it already."""
+    how: Any = {"collate_fn": lambda samples: samples, "num_workers": 1, "multiprocessing_context": "spawn"}
+    loader = TorchLoader(DataLoader(Corrupt(), batch_size=8, **how))
     ForkingPickler.dumps(loader._loader.collate_fn)
     loader.close()
 

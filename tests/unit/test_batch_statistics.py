@@ -14,7 +14,7 @@ from potluck.balance.leases import Least, Speed, lease_sizes, next_size, quotas,
 from potluck.balance.ledger import EpochSteps, Ledger
 from potluck.errors import LoopError
 from potluck.hub.alone import AloneHub
-from potluck.report.messages import describe
+from potluck.report.sentences import describe
 from potluck.spec.config import MEMORY_PART, MOST_MICRO_BATCH
 from potluck.spec.events import StatisticsMeasured
 from potluck.train.batch_statistics import StatisticsNotice, batch_statistics, least_samples
@@ -168,7 +168,7 @@ def test_no_rank_has_a_single_sample(count: int, world: int) -> None:
 def test_alone_no_micro_batch_is_a_single_sample(batch: int, size: int) -> None:
     hub = AloneHub(Ledger(EpochSteps(samples=100, global_batch=batch, order=epoch_order(100, 0))), "host", PAIRS)
     hub.begin_step()
-    while positions := hub.take(size, lambda: False)[0]:
+    while positions := hub.take(size, lambda: False, lambda: 0)[0]:
         assert len(positions) > 1
         hub.launched(positions, [len(positions)])
     result = hub.end_step()

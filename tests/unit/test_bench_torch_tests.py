@@ -43,7 +43,7 @@ print(json.dumps({name: script._forked(Case, name)["state"] for name in names}))
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork (POSIX)")
 def test_every_test_gets_its_word() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", TESTS, str(BENCH)], capture_output=True, text=True, timeout=50, check=True

@@ -5,49 +5,25 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from potluck import failpoints
 from potluck.errors import CheckpointError, RunFolderError
 from potluck.train import checkpoint_folder
-from potluck.train.checkpoint import CheckpointWriter, Snapshot, load_latest, save
+from potluck.train.checkpoint import CheckpointWriter, Snapshot, load_latest
 from potluck.train.checkpoint_folder import tidy
+from potluck.train.saved_place import SavedPlace
 from support.processes import Processes
+from support.small_checkpoints import linear, names_in, save_linear
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-
-
-def linear(value: float = 0.0, *, size: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Linear(size, size)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return model, sgd(model)
-
-
-def save_linear(folder: Path, step: int, *, size: int = 4, **more: Any) -> Path:
-    model, optimizer = linear(float(step), size=size)
-    return save(folder, Snapshot(step=step, model=model, optimizer=optimizer, **more))
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+FIRST, SECOND = (SavedPlace(samples=8, global_batch=2, seed=seed) for seed in (1, 2))
 
 
 def test_the_last_two_are_kept_and_left_overs_removed(tmp_path: Path) -> None:
@@ -77,39 +53,39 @@ def test_what_a_cut_off_removal_left_is_removed_before_a_run_goes_on(tmp_path: P
 
 def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     save_linear(tmp_path, 1)
-    save_linear(tmp_path, 2, extra={"which": "first"})
-    save_linear(tmp_path, 2, extra={"which": "second"})
+    save_linear(tmp_path, 2, place=FIRST)
+    save_linear(tmp_path, 2, place=SECOND)
     assert names_in(tmp_path) == ["step-00000001", "step-00000002"]
     loaded = load_latest(tmp_path)
     assert loaded is not None
-    assert loaded.extra == {"which": "second"}
+    assert loaded.place == SECOND
 
 
 def test_a_replacement_that_was_cut_off_is_found(tmp_path: Path) -> None:
-    newer = save_linear(tmp_path, 2, extra={"which": "second"})
+    newer = save_linear(tmp_path, 2, place=SECOND)
     newer.rename(tmp_path / "step-00000002.new")
-    save_linear(tmp_path / "elsewhere", 2, extra={"which": "first"}).rename(tmp_path / "step-00000002")
+    save_linear(tmp_path / "elsewhere", 2, place=FIRST).rename(tmp_path / "step-00000002")
     loaded = load_latest(tmp_path)
     assert loaded is not None
-    assert loaded.extra == {"which": "second"}
+    assert loaded.place == SECOND
     save_linear(tmp_path, 3)
     assert names_in(tmp_path) == ["elsewhere", "step-00000002", "step-00000003"]
     damage(tmp_path / "step-00000003" / "manifest.json", "truncate")
     loaded = load_latest(tmp_path)
     assert loaded is not None
-    assert loaded.extra == {"which": "second"}
+    assert loaded.place == SECOND
 
 
 def test_a_damaged_replacement_does_not_push_out_the_good_one(tmp_path: Path) -> None:
     """The save was cut off before it replaced the first one, and the disk has spoiled it since."""
     save_linear(tmp_path / "elsewhere", 2).rename(tmp_path / "step-00000002.new")
-    save_linear(tmp_path / "elsewhere", 2, extra={"which": "first"}).rename(tmp_path / "step-00000002")
+    save_linear(tmp_path / "elsewhere", 2, place=FIRST).rename(tmp_path / "step-00000002")
     damage(tmp_path / "step-00000002.new" / "weights-000.safetensors", "flip")
     with failpoints.armed("checkpoint.before-folder=raise"), pytest.raises(RunFolderError):
         save_linear(tmp_path, 3)
     loaded = load_latest(tmp_path)
     assert loaded is not None
-    assert (loaded.step, loaded.extra) == (2, {"which": "first"})
+    assert (loaded.step, loaded.place) == (2, FIRST)
 
 
 def test_a_damaged_later_step_does_not_push_out_good_ones(tmp_path: Path) -> None:
@@ -172,7 +148,7 @@ def test_every_single_byte_of_a_manifest_counts(tmp_path: Path) -> None:
 
 FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     **{
-        f"no {key}": lambda m, key=key: m.pop(key) for key in ("format", "files", "weights", "extra", "rng", "step")
+        f"no {key}": lambda m, key=key: m.pop(key) for key in ("format", "files", "weights", "place", "rng", "step")
     },
     "files as a list": lambda m: m.update(files=[1, 2]),
     "a file without a size": lambda m: m["files"].update({"weights-000.safetensors": {}}),
@@ -180,8 +156,11 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a step as text": lambda m: m.update(step="1e9"),
     "a step before the first": lambda m: m.update(step=-1),
     "tensors as text": lambda m: m["weights"].update(tensors="all"),
-    "a tensor that is not there": lambda m: m.update(extra={"$tensor": "x"}),
-    "extra as a number": lambda m: m.update(extra=5),
+    "a place as a number": lambda m: m.update(place=5),
+    "another place": lambda m: m["place"].update(samples="many"),
+    "an epoch before the first": lambda m: m["place"].update(data={"epoch": -1}),
+    "a shape as text": lambda m: m["weights"]["tensors"].update(weight=["float32", [4, 4]]),
+    "a generator without words": lambda m: m["rng"].update(python=["x"]),
 }
 
 
@@ -212,7 +191,7 @@ def test_what_is_forged_deeper_is_a_clear_error(tmp_path: Path, how: str) -> Non
     file = save_linear(tmp_path, 1) / "manifest.json"
     manifest = json.loads(file.read_text())
     if how == "rng":
-        manifest["rng"]["python"] = ["x"]
+        manifest["rng"]["python"][1] = "x"
     elif how == "huge rng":
         manifest["rng"]["numpy"]["state"]["pos"] = 10**30
     elif how == "groups":
@@ -222,8 +201,9 @@ def test_what_is_forged_deeper_is_a_clear_error(tmp_path: Path, how: str) -> Non
     file.write_bytes(checkpoint_folder._rendered(manifest))
     loaded = load_latest(tmp_path)
     assert loaded is not None
-    with pytest.raises(CheckpointError, match=r"manifest\.json has the right hash but"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json") as forged:
         loaded.restore(model, optimizer, {})
+    assert (forged.value.code, forged.value.step) == ("bad-checkpoint", 1)
 
 
 def test_no_readable_checkpoint_names_each_and_why(tmp_path: Path) -> None:

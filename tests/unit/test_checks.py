@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from potluck.codec.names import downs_of
 from potluck.hub.actions import CommonBatch
 from potluck.hub.checks import ATTEMPTS, HINT
 from potluck.hub.inputs import Packed
@@ -124,6 +125,65 @@ def test_one_that_has_helped_is_put_out_only_after_the_comparison_with_the_sprea
     world.compare("the cosine of the two is 0.5", spread=1.0)
     assert refusals(world, "a")[0].startswith("computed a gradient that differs from the host's")
     assert len(of_kind(world, "guest_lost")) == 1
+
+
+def test_where_auto_rounds_the_weights_too_much_they_go_in_fp16_and_nobody_counts_before() -> None:
+    world = entered("a", "b", auto=downs_of(None))
+    due(world)
+    for _ in "ab":
+        world.compare("the cosine of the two is 0.35", again=True)
+    world.finish()
+    for guest in "ab":
+        world.take_all(guest)
+    due(world)
+    for _ in "ab":
+        world.compare(spread=0.35, rounded=True)
+    assert [m.state for m in world.members.values()] == [SYNCING, SYNCING]
+    assert world.protocol.codecs.change == "fp16"
+    assert [note.text for note in of_kind(world, "note")] == [
+        f"{guest} holds weights that the codec has rounded, and they give this model another gradient than the "
+        "host's own weights (cosine 0.35): weights are sent in fp16 from now on"
+        for guest in "ab"
+    ]
+    world.finish()
+    for guest in "ab":
+        world.take_all(guest)
+    assert due(world).twice is None
+    for _ in "ab":
+        world.compare()
+    assert [m.state for m in world.members.values()] == [COMPUTING, COMPUTING]
+    assert [event.spread for event in of_kind(world, "guest_joined")] == [None, None]
+    assert len(of_kind(world, "note")) == 2
+
+
+def test_where_fp16_rounds_too_much_as_well_the_note_says_what_does_not() -> None:
+    world = entered("a", auto=downs_of(None))
+    for spread in (0.35, 0.7):
+        due(world)
+        world.compare("the cosine of the two is 0.35", again=True)
+        world.finish()
+        world.take_all("a")
+        due(world)
+        world.compare(spread=spread, rounded=True)
+        joined_now = world.members["a"].state == COMPUTING
+        assert joined_now == (spread == 0.7)
+        world.finish()
+        world.take_all("a")
+    assert of_kind(world, "note")[1].text.endswith("(cosine 0.70): --codec none does not round")
+
+
+@pytest.mark.parametrize("terms", [{}, {"auto": downs_of("int8")}])
+def test_a_given_codec_stays_and_the_note_names_one_that_rounds_less(terms: dict[str, object]) -> None:
+    world = entered("a", **terms)
+    due(world)
+    world.compare("the cosine of the two is 0.35", again=True)
+    world.finish()
+    world.take_all("a")
+    due(world)
+    world.compare(spread=0.35, rounded=True)
+    assert world.members["a"].state == COMPUTING
+    assert world.protocol.codecs.change != "fp16"
+    assert of_kind(world, "note")[0].text.endswith("(cosine 0.35): --codec fp16 rounds less")
 
 
 def test_everybody_in_a_check_gets_the_same_batch_and_seed() -> None:

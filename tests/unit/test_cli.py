@@ -274,7 +274,7 @@ class TestResume:
         assert _app.run([*command, "--resume", "monday"]) == 2
         error = capsys.readouterr().err
         assert "error: runs/monday/manifest.json is damaged: " in error
-        assert "hint: bring the file back from a copy" in error
+        assert "hint: restore the file from a copy" in error
 
 
 class TestReport:
@@ -354,7 +354,7 @@ def test_the_end_of_a_run_is_shown_on_a_terminal_of_any_encoding(
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1", write_through=True))
     folder = tmp_path / "läufe → alle"
     sample.write(folder, [sample.run_start(), sample.step(1)])
-    show_end(folder, [1, 2], [3.0, 2.0], "\ufffdle ×", 1.5)
+    show_end(folder, [1, 2], [3.0, 2.0], "\ufffdle ×", 1.5, runs=tmp_path)
     text = written.getvalue().decode("latin-1")
     assert "?le x" in text
     assert "läufe -> alle" in text

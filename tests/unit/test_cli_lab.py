@@ -14,7 +14,7 @@ import pytest
 
 from potluck.cli import _app, lab
 from potluck.lab import rigs
-from potluck.lab.bench import BenchOutcome
+from potluck.lab.comparison import BenchOutcome
 from potluck.spec.rig import parse, to_toml
 from support import lab_outcomes
 
@@ -157,8 +157,8 @@ def test_a_bench_as_a_page_and_as_rows_to_share(
     """What is measured is made up; the files and what is printed are real."""
     found, outcomes = lab_outcomes.all_of(rigs.load("home-pair"))
     measured = BenchOutcome(results=found, outcomes=tuple(outcomes), failed={})
-    monkeypatch.setattr("potluck.lab.bench.bench", lambda *given: measured)
-    monkeypatch.setattr("potluck.cli.lab_bench.make_box", lambda *given, **more: nullcontext())
+    monkeypatch.setattr("potluck.lab.comparison.bench", lambda *given: measured)
+    monkeypatch.setattr("potluck.lab.comparison.put_up", lambda *given, **more: nullcontext())
     page = tmp_path / "page.html"
     out = str(tmp_path / "out")
     words = ["lab", "bench", "home-pair", "--out", out, "--no-plots", "--html", str(page), "--row"]
@@ -166,3 +166,6 @@ def test_a_bench_as_a_page_and_as_rows_to_share(
     assert "home-pair: strategies side by side" in page.read_text(encoding="utf-8")
     assert "| potluck: laptop at 0.25 of its speed |" in capsys.readouterr().out
     assert _app.run([*words[:-3], "--html", str(tmp_path / "no" / "page.html")]) == 2
+    monkeypatch.setenv("POTLUCK_RUNS", str(tmp_path / "elsewhere"))
+    assert _app.run(["lab", "bench", "home-pair", "--no-plots"]) == 0
+    assert [path.parent.name for path in tmp_path.glob("elsewhere/lab/home-pair-*/results.json")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from potluck.checked import convert
 from potluck.cli import _app
-from potluck.plan import advice, inputs, models
+from potluck.plan import advice, fleet_inputs, models
 from potluck.report import plan_plot, plan_table, screen
 from potluck.spec.fleet import STRATEGIES, Plan
 from support import sample_events as sample
@@ -41,7 +42,7 @@ def test_a_rig(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_machines_by_name_say_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     out = out_of(capsys, *PAIR, "--model", "gpt2-124m", "--batch-tokens", "524288", "--strategy", "ddp")
-    assert "RTX 4070: 58.3 TFLOP/s bf16 (club386.com) × 0.5" in out
+    assert "RTX 4070: 58.3 TFLOP/s bf16 (derived: 5,888 × 4 × 2.475 GHz) × 0.5" in out
     assert "\nddp " in out
     assert "\nfsdp " not in out
 
@@ -63,7 +64,7 @@ def test_long_names_are_whole_in_a_pipe_and_short_on_a_terminal(capsys: pytest.C
     device = "Intel(R) Xeon(R) Platinum 8259CL CPU @ 2.70GHz"
     long = {"device": device, "flops_per_s": 1e11, "memory_bytes": 8.3e9}
     measured = [{"name": "vm", **long}, {"name": "a-laptop-from-upstairs", "link_bytes_per_s": 5e7, **long}]
-    given = inputs.from_facts([("f.json", {"measured": measured})], models.find("350M"))
+    given = fleet_inputs.from_facts([("f.json", {"measured": measured})], models.find("350M"))
     found = advice.plan(models.find("350M").job(512), given.fleet)
     screen.show(plan_table.plan_lines(found, 80, whole=True), sys.stdout)
     out = capsys.readouterr().out
@@ -83,7 +84,7 @@ def test_a_sweep_and_its_picture(capsys: pytest.CaptureFixture[str], tmp_path: P
     for kind, magic in (("png", b"\x89PNG"), ("svg", b"<?xml")):
         picture = tmp_path / f"pays.{kind}"
         out = out_of(capsys, "desk-and-mac", "--sweep", "link_mbit=1:1000:6", "--plot", str(picture))
-        assert "it pays from about 2.2" in out
+        assert "potluck is worth it from about 2.2" in out
         assert picture.read_bytes().startswith(magic)
     assert {file.suffix for file in tmp_path.iterdir()} == {".png", ".svg"}
 
@@ -98,7 +99,12 @@ def test_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
     out = out_of(capsys, "--catalogue")
     for words in ("RTX 4070", "Thunderbolt 5", "gpt2-1.5b", "Nothing here was measured", "read at:"):
         assert words in out
-    assert len(json.loads(out_of(capsys, "--catalogue", "--json"))["devices"]) > 30
+    row = next(line for line in out.splitlines() if line.startswith("T4 "))
+    assert re.search(r"the card alone +\[(\d+)\] +\[\1\] +\[\1\] +2,560 × 2 × 1.59 GHz; it has no bf16", row)
+    assert "\n  [1] Wikipedia: https://" in out
+    table = json.loads(out_of(capsys, "--catalogue", "--json"))
+    assert len(table["devices"]) > 150
+    assert table["devices"][0]["memory_from"] in table["pages"]
 
 
 @pytest.mark.parametrize(
@@ -148,12 +154,12 @@ def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None
     pytest.importorskip("matplotlib")
     from potluck.errors import UserError
     from potluck.lab import rigs
-    from potluck.plan import sweep
+    from potluck.plan import variation
     from potluck.plan.rigs import fleet_of, job_of
 
     (tmp_path / "x.png").mkdir()
     rig = rigs.load("home-pair")
-    found = sweep.sweep(job_of(rig), fleet_of(rig), sweep.parse("link_mbit=1:10:2"))
+    found = variation.sweep(job_of(rig), fleet_of(rig), variation.parse("link_mbit=1:10:2"))
     with pytest.raises(UserError, match="cannot write"):
         plan_plot.write(tmp_path / "x.png", found, "title")
     assert [file.name for file in tmp_path.iterdir()] == ["x.png"]

@@ -20,11 +20,11 @@ from potluck.balance.codecs import (
 from potluck.balance.leases import Speed, ideal
 from potluck.codec.names import BF16_CHANGES, DOWN_THIN, downs_of
 from potluck.hub.actions import Emit
-from potluck.hub.codec_choice import INT4_BYTES, STAYS_STEPS, CodecChoice
+from potluck.hub.codec_choice import FINE_PART, INT4_BYTES, STAYS_STEPS, CodecChoice
 from potluck.lab import rigs
 from potluck.plan.hub import potluck
 from potluck.plan.rigs import fleet_of, job_of
-from potluck.report.messages import describe
+from potluck.report.sentences import describe
 from potluck.spec.events import GuestCodec
 from potluck.spec.messages import LeaseMessage
 from support.protocol_world import World, joined
@@ -89,7 +89,7 @@ def test_a_link_that_hovers_where_both_are_as_good_does_not_flap() -> None:
     [
         (0.001, "its link is fast enough"),
         (0.3, r"its link is fast enough \(int4 takes 300 ms each way, in a step of \S+ s, while it computes\)"),
-        (1.14, r"thin would hardly make steps faster \(int4 takes 1\.14 s each way, in a step of \S+ s\)"),
+        (1.14, r"thin would make steps hardly faster \(int4 takes 1\.14 s each way, in a step of \S+ s\)"),
         (2.0, r"its link is slow, and steps are \d+ % faster with thin \(int4 takes 2\.00 s each way, in a .*\)"),
         (60.0, r"its link is too slow for thin, too \(int4 takes 1 min 00 s each way, in a step of 5\.00 s\)"),
     ],
@@ -204,6 +204,18 @@ def test_what_was_measured_with_one_codec_is_scaled_for_the_other() -> None:
     assert (member.codec, member.transfer.value) == ("thin", 0.5 * THIN_PART)
     choice.begin_step(12, 0.1, 1)
     assert (member.codec, member.transfer.value) == ("thin", 0.5 * THIN_PART), "it flips to and fro"
+
+
+def test_where_the_weights_are_rounded_too_much_their_changes_go_in_fp16_whatever_the_link() -> None:
+    world = world_of(0.5)
+    choice, member = world.protocol.codecs, world.members["a"]
+    choice.begin_step(12, 0.1, 0)
+    assert (choice.change, member.transfer.value) == (DOWN_THIN, 0.5 * THIN_PART)
+    assert choice.round_less() == "fp16"
+    for step in range(1, 100):
+        choice.begin_step(12, 0.1, step)
+        assert (member.codec, choice.change) == ("thin", "fp16"), "gradients stay in what suits the link"
+    assert member.transfer.value == pytest.approx(0.5 * FINE_PART)
 
 
 def test_without_auto_no_message_names_a_codec() -> None:

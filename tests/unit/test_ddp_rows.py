@@ -11,7 +11,7 @@ import pytest
 from potluck.cli._app import run
 from potluck.errors import UserError
 from potluck.report import ddp_table
-from potluck.spec.ddp import DdpRow, from_json, merged, share
+from potluck.spec.ddp_rows import DdpRow, from_json, merged, share, trained
 
 ROW: dict[str, Any] = {
     "backend": "none", "world": 1, "machines": 1, "kind": "cpu", "gpus": 0, "device": "Some CPU", "where": "",
@@ -113,6 +113,12 @@ def test_two_backends_with_the_same_number_of_processes_keep_their_rows() -> Non
     found = merged([("a", from_json(json.dumps([TWO, TWO | {"backend": "gloo"}]), "a"))])
     assert [row.backend for row in found] == ["potluck", "gloo"]
     assert "gloo" in ddp_table.markdown(found)[3]
+
+
+def test_a_picture_of_growing_batches_says_what_each_process_has() -> None:
+    rows = from_json(json.dumps([ROW | {"global_batch": 4}, TWO | {"global_batch": 8}]), "x")
+    assert trained(rows) == "depth 4, sequence 128, 4 samples a process and step, 8 steps"
+    assert trained(rows[1:]) == "depth 4, sequence 128, 8 samples a step, 8 steps"
 
 
 def test_a_batch_is_shared_equally_or_not_at_all() -> None:

@@ -18,7 +18,7 @@ from potluck.device import pick
 from potluck.spec.config import RunConfig
 from potluck.spec.events import StepNotApplied
 from potluck.train.context import ALONE, RunContext
-from potluck.train.events import EventLog
+from potluck.train.event_log import EventLog
 from potluck.train.run import Run
 from potluck.train.step import Step, StepRules
 from support import fake_device

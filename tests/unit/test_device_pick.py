@@ -45,6 +45,13 @@ def test_where_there_is_no_gpu_nothing_is_said_about_cuda(monkeypatch: pytest.Mo
     assert pick().reason == "no GPU found"
 
 
+@pytest.mark.parametrize("name", ["ane", "npu", "coreml", "Neural-Engine"])
+def test_the_neural_engine_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(ConfigError, match="PyTorch cannot train on the Apple Neural Engine") as wrong:
+        pick(name)
+    assert "--device mps" in wrong.value.hint
+
+
 def test_auto_takes_cuda_before_mps_before_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from potluck.device import cuda, mps
 

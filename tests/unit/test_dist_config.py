@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from potluck import env
-from potluck.dist import facts as looking
+from potluck.dist import own_addresses as looking
 from potluck.dist.config import (
     PREFIX,
     SHARED,

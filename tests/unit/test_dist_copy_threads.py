@@ -19,7 +19,7 @@ from torch import Tensor
 from potluck.dist import formation, reduction
 from potluck.dist.copy_threads import CopyThreads, number_of
 from potluck.dist.counting import SPENT
-from potluck.dist.local import LocalGroup
+from potluck.dist.local_collectives import LocalGroup
 from potluck.dist.shm import Segment
 
 PART = 512

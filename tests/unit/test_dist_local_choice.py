@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from potluck.dist import reduction
-from potluck.dist.local import LocalGroup
+from potluck.dist.local_collectives import LocalGroup
 from potluck.dist.local_memory import Sizes
 from potluck.dist.record import Call, Header
 

@@ -42,7 +42,7 @@ def test_a_namespace_in_which_not_all_came_is_left() -> None:
     with ThreadPoolExecutor(2) as pool:
         tries = [pool.submit(new_namespace, store, rank, WORLD, None, 0.2) for rank in (0, 1)]
         for coming in tries:
-            with pytest.raises(GuestsMissingError, match="did not come"):
+            with pytest.raises(GuestsMissingError, match="did not join"):
                 coming.result(SOON_S)
     meet(store, [2, 1, 0])
 
@@ -50,7 +50,7 @@ def test_a_namespace_in_which_not_all_came_is_left() -> None:
 def test_ranks_that_come_again_wait_for_rank_0_to_begin_anew() -> None:
     store = HashStore()
     meet(store, [0, 1, 2])
-    with pytest.raises(GuestsMissingError, match="rank 0 of 3 did not come"):
+    with pytest.raises(GuestsMissingError, match="rank 0 of 3 did not join"):
         new_namespace(store, 1, WORLD, None, 0.05)
 
 
@@ -62,6 +62,6 @@ def test_a_rank_that_two_living_processes_have_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(rendezvous, "_signature", lambda: parent)
     meet(store, [0, 1, 2])
     monkeypatch.setattr(rendezvous, "_signature", own)
-    with pytest.raises(CollectiveError, match=f"rank {rank} is there twice: process {os.getppid()}") as caught:
+    with pytest.raises(CollectiveError, match=f"rank {rank} exists twice: process {os.getppid()}") as caught:
         new_namespace(store, rank, WORLD, None, 0.05)
     assert "RANK of its own" in caught.value.hint

@@ -178,7 +178,7 @@ def test_an_operation_comes_as_a_member_or_as_an_object() -> None:
         member = getattr(ReduceOp, name)
         assert reduction.name_of(member) == reduction.name_of(ReduceOp(member)) == name
         assert reduction.name_of(name) == name
-    with pytest.raises(CollectiveError, match="no reduction"):
+    with pytest.raises(CollectiveError, match="not a reduction"):
         reduction.name_of(object())  # type: ignore[arg-type]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from potluck.dist.local import NOTE_LIMIT
+from potluck.dist.local_collectives import NOTE_LIMIT
 from potluck.dist.local_memory import MAX_MEMBERS
 from potluck.dist.rings import Ring, Shape
 

@@ -1,4 +1,5 @@
-"""The doctor reads logs of failed runs: messages as people report them, healthy logs, secrets, and anything at all."""
+"""The doctor reads logs of failed runs: messages as people report them, healthy logs, secrets, and anything at "
+"all."""
 
 # ruff: noqa: E501 -- messages stand here as they were written
 
@@ -46,7 +47,8 @@ WATCHDOG = (
     "OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 25624887 milliseconds before timing out."
 )
 OMP = (
-    "*****************************************\nSetting OMP_NUM_THREADS environment variable for each process to be "
+    "*****************************************\nSetting OMP_NUM_THREADS environment variable for each process to "
+    "be "
     "1 in default, to avoid your system being overloaded, please further tune the variable for optimal performance "
     "in your application as needed. \n*****************************************\n"
 )
@@ -63,14 +65,66 @@ MESSAGES: list[tuple[int, str, str]] = [
         2,
         "mps-has-no-backend",
         "[rank1]: RuntimeError: ProcessGroupGloo::allgather: invalid tensor type at index 0 (expected "
-        "TensorOptions(dtype=long long, device=cpu, layout=Strided), got TensorOptions(dtype=long long, device=mps:0,",
+        "TensorOptions(dtype=long long, device=cpu, layout=Strided), got TensorOptions(dtype=long long, "
+        "device=mps:0,",
     ),
     (
         2,
         "mps-has-no-backend",
-        "ValueError: We detected accelerator mps on your machine. But we don't know which communication backend to use for this accelerator.",
+        "ValueError: We detected accelerator mps on your machine. But we don't know which communication backend to "
+        "use for this accelerator.",
     ),
     (3, "nccl-no-interface", "g5305cc:412:412 [0] bootstrap.cc:78 NCCL WARN Bootstrap : no socket interface found"),
+    (
+        3,
+        "nccl-unreached",
+        "[misc/socket.cc:602] [gn1268:pid=39] NCCL WARN socketPollConnect poll() failed, ret 1, error Connection "
+        "timed out, revents 8, connect to 10.0.0.2:39953",
+    ),
+    (
+        3,
+        "nccl-unreached",
+        "a:41:42 [1] include/socket.h:361 NCCL WARN Call to connect timeout : Connection refused",
+    ),
+    (
+        3,
+        "nccl-rdma-no-answer",
+        "a:98:13 [4] transport/net_ib.cc:1295 NCCL WARN NET/IB : Got completion from peer 10.1.2.3<5592> with "
+        "status=12 opcode=1 len=0 vendor err 129 (Send) localGid ::ffff:10.1.2.4",
+    ),
+    (
+        3,
+        "nccl-rdma-no-answer",
+        "a:98:13 [1] transport/net_ib.cc:839 NCCL WARN NET/IB : Got completion from peer 10.1.2.3<38560> with "
+        "error 12, opcode 0, len 0, vendor err 129",
+    ),
+    (
+        3,
+        "nccl-rdma-failed",
+        "a:98:13 [0] transport/net_ib.cc:1295 NCCL WARN NET/IB : Got completion from peer 10.1.2.3<40000> with "
+        "error 4, opcode 0, len 0, vendor err 81 (Send)",
+    ),
+    (
+        3,
+        "nccl-rdma-failed",
+        "a:46:85 [0] misc/ibvwrap.cc:187 NCCL WARN Call to ibv_modify_qp failed with error Network is unreachable",
+    ),
+    (
+        3,
+        "nccl-locked-memory",
+        "a:1:2 [0] misc/ibvwrap.cc:278 NCCL WARN Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory",
+    ),
+    (
+        19,
+        "nccl-shared-memory",
+        "a:20:22 [0] misc/shmutils.cc:132 NCCL WARN Error while creating shared memory segment /dev/shm/nccl-WU8 "
+        "(size 9637888), error: No space left on device (28)",
+    ),
+    (
+        19,
+        "nccl-shared-memory",
+        "[3] include/shm.h:28 NCCL WARN Call to posix_fallocate failed : No space left on device",
+    ),
     (
         3,
         "loopback-taken",
@@ -80,7 +134,8 @@ MESSAGES: list[tuple[int, str, str]] = [
     (
         5,
         "loopback-taken",
-        "RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error, "
+        "RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no "
+        "error, "
         "Connection refused, remote=[127.0.0.1]:12345",
     ),
     (
@@ -91,19 +146,22 @@ MESSAGES: list[tuple[int, str, str]] = [
     (
         3,
         "nccl-unreached",
-        "node:39964:40075 [0] misc/socket.cc:483 NCCL WARN socketStartConnect: Connect to 10.0.0.2<45763> failed : Software caused connection abort",
+        "node:39964:40075 [0] misc/socket.cc:483 NCCL WARN socketStartConnect: Connect to 10.0.0.2<45763> failed : "
+        "Software caused connection abort",
     ),
     (
         4,
         "gloo-variable-syntax",
-        "RuntimeError: [enforce fail at ../gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: ^lo",
+        "RuntimeError: [enforce fail at ../gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address "
+        "for: ^lo",
     ),
     (6, "rendezvous-unreached", f"{C10D} 192.0.0.1:1234"),
     (6, "rendezvous-unreached", f"{C10D} (192.0.0.1, 1234)."),
     (
         6,
         "rendezvous-unreached",
-        "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed. See inner exception for details.",
+        "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has "
+        "failed. See inner exception for details.",
     ),
     (6, "rendezvous-unreached", "RuntimeError: connect() timed out. Original timeout was 60000 ms."),
     (
@@ -115,33 +173,39 @@ MESSAGES: list[tuple[int, str, str]] = [
     (
         8,
         "name-look-ups",
-        "[W503 01:52:07.597517393 socket.cpp:204] [c10d] The hostname of the client socket cannot be retrieved. err=-3",
+        "[W503 01:52:07.597517393 socket.cpp:204] [c10d] The hostname of the client socket cannot be retrieved. "
+        "err=-3",
     ),
     (
         8,
         "name-look-ups",
-        "[c10d] The IPv4 network addresses of (tower, 29500) cannot be retrieved (gai error: 8 - nodename nor servname provided, or not known).",
+        "[c10d] The IPv4 network addresses of (tower, 29500) cannot be retrieved (gai error: 8 - nodename nor "
+        "servname provided, or not known).",
     ),
     (
         9,
         "port-in-use",
-        "[W socket.cpp:401] [c10d] The server socket has failed to bind to 0.0.0.0:6021 (errno: 98 - Address already in use).",
+        "[W socket.cpp:401] [c10d] The server socket has failed to bind to 0.0.0.0:6021 (errno: 98 - Address "
+        "already in use).",
     ),
     (
         10,
         "ipv6-half-there",
-        "[W socket.cpp:464] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97 - Address family not supported by protocol).",
+        "[W socket.cpp:464] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97 - Address "
+        "family not supported by protocol).",
     ),
     (
         10,
         "ipv6-half-there",
-        "[W socket.cpp:601] [c10d] The IPv6 network addresses of (localhost, 51595) cannot be retrieved (gai error: -2 - Name or service not known).",
+        "[W socket.cpp:601] [c10d] The IPv6 network addresses of (localhost, 51595) cannot be retrieved (gai "
+        "error: -2 - Name or service not known).",
     ),
     (11, "no-route", "OSError: [Errno 113] No route to host"),
     (
         14,
         "out-of-memory",
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 11.76 GiB",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+        "11.76 GiB",
     ),
     (15, "unequal-counts-refused", "ValueError: MPICH requires same number of devices per node"),
     (15, "unequal-counts-refused", "PyTorch requires you to use the same number of processes per node."),
@@ -158,18 +222,22 @@ MESSAGES: list[tuple[int, str, str]] = [
     (
         16,
         "waited-for-a-rank",
-        "[rank2]: RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
+        "[rank2]: RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out "
+        "waiting 1800000ms for recv operation to complete",
     ),
     (
         16,
         "collectives-differ",
-        "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: CollectiveFingerPrint(SequenceNumber=21, OpType=BROADCAST",
+        "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: "
+        "CollectiveFingerPrint(SequenceNumber=21, OpType=BROADCAST",
     ),
     (17, "watchdog-timeout", WATCHDOG.format(0, 1580)),
     (
         17,
         "watchdog-timeout",
-        "[rank0]:[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:607] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, NumelIn=466119168, NumelOut=466119168, Timeout(ms)=600000) ran for 600060 milliseconds before timing out.",
+        "[rank0]:[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:607] [Rank 0] Watchdog caught collective operation "
+        "timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, NumelIn=466119168, NumelOut=466119168, "
+        "Timeout(ms)=600000) ran for 600060 milliseconds before timing out.",
     ),
     (
         17,
@@ -180,18 +248,21 @@ MESSAGES: list[tuple[int, str, str]] = [
     (
         18,
         "elastic-ended-all",
-        "W0409 07:28:49.530000 1359 torch/distributed/elastic/agent/server/api.py:719] Received 15 death signal, shutting down workers",
+        "W0409 07:28:49.530000 1359 torch/distributed/elastic/agent/server/api.py:719] Received 15 death signal, "
+        "shutting down workers",
     ),
     (
         18,
         "elastic-ended-all",
-        "The node 'docker.b_3427_0' has failed to send a keep-alive heartbeat to the rendezvous 'test' due to an error of type RendezvousConnectionError.",
+        "The node 'docker.b_3427_0' has failed to send a keep-alive heartbeat to the rendezvous 'test' due to an "
+        "error of type RendezvousConnectionError.",
     ),
     (
         18,
         "rendezvous-lost",
         '  File "c10d_rendezvous_backend.py", line 116, in _call_store\n    raise RendezvousConnectionError(\n'
-        "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed. "
+        "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has "
+        "failed. "
         "See inner exception for details.",
     ),
     (
@@ -207,7 +278,8 @@ MESSAGES: list[tuple[int, str, str]] = [
     (
         21,
         "ssh-did-not-enter",
-        "subprocess.CalledProcessError: Command 'ssh -o PasswordAuthentication=no 192.168.3.100 hostname' returned non-zero exit status 255.",
+        "subprocess.CalledProcessError: Command 'ssh -o PasswordAuthentication=no 192.168.3.100 hostname' returned "
+        "non-zero exit status 255.",
     ),
     (21, "ssh-did-not-enter", "pdsh@tower: localhost: ssh exited with exit code 255"),
     (22, "versions-differ", "RuntimeError: Version mismatch: The cluster was started with:\n    Ray: 2.9.3"),
@@ -220,7 +292,8 @@ MESSAGES: list[tuple[int, str, str]] = [
     (
         24,
         "mps-out-of-memory",
-        "RuntimeError: MPS backend out of memory (MPS allocated: 7.43 GB, other allocations: 24.46 GB, max allowed: 32.00 GB). Tried to allocate 129.21 MB on private pool.",
+        "RuntimeError: MPS backend out of memory (MPS allocated: 7.43 GB, other allocations: 24.46 GB, max "
+        "allowed: 32.00 GB). Tried to allocate 129.21 MB on private pool.",
     ),
     (24, "mps-not-a-number", "using device: mps\nstep 3 | loss: nan | norm: nan"),
     (25, "one-thread-each", OMP),
@@ -275,18 +348,23 @@ HEALTHY = {
         f"W1115 15:22:58.997000 9969 torch/distributed/run.py:852] {line}\n" for line in OMP.splitlines()
     )
     + "rank 0 step 0 loss 2.0\n",
-    "NCCL's own words": "node0:1:1 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>\nnode0:1:1 [0] NCCL INFO Connected all rings\n",
-    "INFO of c10d": "[I socket.cpp:442] [c10d - debug] The server socket will attempt to listen on an IPv6 address.\n"
+    "NCCL's own words": "node0:1:1 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>\nnode0:1:1 [0] NCCL INFO "
+    "Connected all rings\n",
+    "INFO of c10d": "[I socket.cpp:442] [c10d - debug] The server socket will attempt to listen on an IPv6 "
+    "address.\n"
     "INFO:torch.distributed.elastic.agent.server.api:[default] Rendezvous'ing worker group\n"
     "Rank 1: Completed store-based barrier for key:store_based_barrier_key:1 with 8 nodes.\n",
     "potluck host": HOST,
     "potluck join": "joined run 20261115-190847-gpt of vm (127.0.0.1) as ann, on Intel Xeon, 1 thread\n"
-    "step 218: 2 samples at 170.94/s, loss 2.8716\nthe run is over: finished; this machine brought 3 samples\n",
-    "words that only sound so": "downloading: Connection reset by peer, trying again\nfinance dumps: loss 1.0 nanometers\n"
+    "step 218: 2 samples at 170.94/s, loss 2.8716\nthe run is over: finished; this machine computed 3 samples\n",
+    "words that only sound so": "downloading: Connection reset by peer, trying again\nfinance dumps: loss 1.0 "
+    "nanometers\n"
     "out of memory: no\nport: 8080 is open\nPermission denied for user bob\nexit status 0\n"
     "exit code: 0\nlog level: ERROR\nNCCL_ASYNC_ERROR_HANDLING=1\n",
-    "names and IPv6 that torch does without": "[W1115 16:33:51.260649702 socket.cpp:207] [c10d] The hostname of the client socket cannot be "
-    "retrieved. err=-3\n[W socket.cpp:464] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97 - Address family not "
+    "names and IPv6 that torch does without": "[W1115 16:33:51.260649702 socket.cpp:207] [c10d] The hostname of "
+    "the client socket cannot be "
+    "retrieved. err=-3\n[W socket.cpp:464] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97 "
+    "- Address family not "
     "supported by protocol).\nstep 1 loss 2.0\n",
     "a bar": "\r".join(f"{n}%|####| loss=1.0" for n in range(100)) + "\n",
 }
@@ -303,7 +381,8 @@ def test_the_cause_comes_before_what_follows_from_it() -> None:
         [
             OMP,
             "RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:50911.",
-            "E1115 15:22:59.013 9969 api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 10028) of binary: python",
+            "E1115 15:22:59.013 9969 api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 10028) of binary: "
+            "python",
         ]
     )
     assert codes(text) == ["worker-killed", "other-rank-gone", "one-thread-each"]

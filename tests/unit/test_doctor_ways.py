@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from msgspec.structs import replace
 
 from potluck.checked import to_json
 from potluck.doctor import examine
-from potluck.spec.facts import ETHERNET, Case, Interface, from_json
+from potluck.spec.facts import ETHERNET, Case, Interface, case_of
 from potluck.spec.finding import NOTE, WARNING
 from potluck.spec.probed import ProbedPath, Rate, Way
 from support.healthy import linux, pair
@@ -36,7 +38,7 @@ def test_a_slower_address_in_use_is_named_with_both_speeds() -> None:
         "potluck host --bind 10.0.0.5   (here, if this machine is the host)",
     ]
     assert "eth0 192.168.1.5 → 192.168.1.6" in finding.how
-    assert from_json(to_json(case)) == case
+    assert case_of(json.loads(to_json(case))) == case
 
 
 def test_the_slower_direction_counts() -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from potluck.bounds import LONGEST
 from potluck.errors import RunFolderError
 from potluck.spec import events as ev
-from potluck.train.events import EventLog, events_in
+from potluck.train.event_log import EventLog, events_in
 from support import sample_events as sample
 from support.field_docs import field_docs
 
@@ -112,3 +113,27 @@ def test_a_name_that_is_no_unicode_does_not_cost_the_line(tmp_path: Path) -> Non
     (read,) = events_in(tmp_path / "events.jsonl")
     assert isinstance(read, ev.GuestHello)
     assert read.machine == "a?b"
+
+
+def test_what_is_written_can_be_read_however_long_it_is(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    long = "é" * (LONGEST + 5)
+    events = [
+        ev.RunNote(text=long),
+        ev.RunNote(text="\ud800" * LONGEST),
+        ev.Logged(step=1, values={long: 1.0, "b": 2.0}),
+        ev.Logged(step=1, values={str(n): 1.0 for n in range(LONGEST + 5)}),
+        ev.RunNote(text="x" * (LONGEST // 2)),
+    ]
+    for event in events:
+        log.emit(event)
+    log.close()
+    read = events_in(tmp_path / "events.jsonl")
+    assert [type(event) for event in read] == [type(event) for event in events]
+    (first, _, logged, many, last) = read
+    assert isinstance(first, ev.RunNote)
+    assert isinstance(logged, ev.Logged)
+    assert isinstance(many, ev.Logged)
+    assert isinstance(last, ev.RunNote)
+    assert (len(first.text), logged.values["b"], len(many.values)) == (4096, 2.0, LONGEST)
+    assert last.text == "x" * (LONGEST // 2)

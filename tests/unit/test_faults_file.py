@@ -19,17 +19,18 @@ from potluck.cli import _app
 from potluck.errors import ConfigError
 from potluck.lab import detour
 from potluck.lab import faults as built_in
+from potluck.lab.aftermath import aftermath
 from potluck.lab.box import Box
+from potluck.lab.figures import results
 from potluck.lab.shaping import Fault
 from potluck.lab.stage import Actor
 from potluck.lab.striker import Striker
 from potluck.report.lab_table import results_lines
 from potluck.report.lab_timeline import draw_timeline, window_start
 from potluck.spec import events as ev
-from potluck.spec.aftermath import Aftermath, aftermath
 from potluck.spec.faults import LINK_KINDS, FaultPlan, PlannedFault, loads
-from potluck.spec.figures import Results, results
 from potluck.spec.outcome import FaultDone, Incident, Outcome
+from potluck.spec.results import Aftermath, Results
 from potluck.spec.rig import Rig, parse
 from support import lab_outcomes
 from support import sample_events as sample
@@ -244,7 +245,7 @@ def test_faults_of_links_go_to_the_box_at_their_time(scene: Scene) -> None:
     assert scene.guests.actors["laptop"].expendable
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="/proc")
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc (Linux)")
 @pytest.mark.parametrize("scene", ["[[fault]]\nkind='stop'\nat_step=3\nfor_s=5"], indirect=True)
 def test_a_stopped_guest_goes_on_when_its_time_is_over_and_at_the_end(scene: Scene) -> None:
     scene.event(sample.run_start(clock_s=90.0))

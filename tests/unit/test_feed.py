@@ -230,7 +230,7 @@ def test_samples_of_a_lease_use_the_same_credit() -> None:
 def test_a_guest_that_claims_to_have_taken_what_was_not_sent_is_found_out(claimed: int) -> None:
     feed = opened(1, window=50)
     feed.extra(20)
-    with pytest.raises(WireError, match="20 were under way"):
+    with pytest.raises(WireError, match="20 were in flight"):
         feed.taken(claimed)
     assert feed.in_flight_bytes == 20
 

@@ -79,24 +79,24 @@ def test_a_restarted_node_takes_the_place_of_the_one_that_ray_still_holds_for_al
     old, new = node("3", "mac", "box", "10.0.0.3"), node("4", "mac", "box", "10.0.0.3")
     engine = made(monkeypatch, [old, new])
     assert list(engine.nodes()) == ["mac", "mac-4"]  # two nodes of one name, as far as anybody knows
-    engine._forget(old)
-    assert engine.nodes() == {"mac": new}
+    engine._forget("3")
+    assert engine.instances() == {"mac": "4"}
     alone = made(monkeypatch, [old])
-    alone._forget(old)
-    assert alone.nodes() == {"mac": old}  # only its actor was lost
+    alone._forget("3")
+    assert alone.instances() == {"mac": "3"}  # only its actor was lost
     unnamed = [node(n, "10.0.0.3", "box", "10.0.0.3") for n in ("3", "4")]
     engine = made(monkeypatch, unnamed)
-    engine._forget(unnamed[0])
-    assert engine.nodes() == {"box": unnamed[1]}
+    engine._forget("3")
+    assert engine.instances() == {"box": "4"}
 
 
 def test_a_guest_holds_all_of_its_node_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [node("2", "desk", "desk", "10.0.0.2", Resources={"CPU": 8.0, "GPU": 2.0})]
     whole = made(monkeypatch, nodes)
-    assert whole._held(nodes[0]) == {"num_cpus": 8.0, "num_gpus": 2.0}
+    assert whole._held(whole.nodes()["desk"]) == {"num_cpus": 8.0, "num_gpus": 2.0}
     assert whole.gpus("desk") == 2
     part = made(monkeypatch, nodes, {"num_cpus": 1, "num_gpus": 0, "device": "cpu", "label_selector": {}})
-    assert part._held(nodes[0]) == {"num_cpus": 1, "num_gpus": 0}
+    assert part._held(part.nodes()["desk"]) == {"num_cpus": 1, "num_gpus": 0}
     assert part.gpus("desk") == 0
 
 

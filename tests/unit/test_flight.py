@@ -70,7 +70,7 @@ def test_sums_of_pieces_are_sums_of_what_each_decodes_to(name: str) -> None:
 
 
 def test_a_replica_in_host_memory_is_the_guests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("potluck.spec.layout.SMALLEST_PIECE", 256)
+    monkeypatch.setattr("potluck.hub.layout.SMALLEST_PIECE", 256)
     with Pair("int4", replica_on_host=True).running() as pair:
         for _ in range(3):
             pair.sync()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from potluck.report.summary import read_events
 from potluck.spec.config import RunConfig
 from potluck.spec.events import RunNote
 from potluck.train.context import ALONE, GUEST, RunContext
-from potluck.train.events import EventLog
+from potluck.train.event_log import EventLog
 from potluck.train.folder import RunFolder, new_folder
 from potluck.train.run import Run
 from support import sample_events as sample
@@ -85,6 +87,10 @@ def given(what: str) -> tuple[Any, Any, dict[str, Any]]:
             keywords["loss_is"] = "mena"
         case "micro batch":
             keywords["micro_batch"] = 0
+        case "seed of a half":
+            keywords["seed"] = 0.5
+        case "tokens":
+            keywords["tokens_per_sample"] = math.nan
         case "schedulers":
             keywords["scheduler"] = [StepLR(optimizer, 1)]
         case "another's scheduler":
@@ -114,7 +120,9 @@ MISTAKES = {
     "epochs in words": ("epochs must be a whole number of at least 1, not '3'", "epochs=10, as an int"),
     "data": ("data must be 'sent' or 'local', not 'here'", "each guest has the data set itself"),
     "loss": ("loss_is must be 'mean' or 'sum', not 'mena'", "or their sum"),
-    "micro batch": ("micro_batch must be at least 1", "is measured"),
+    "micro batch": ("micro_batch must be a whole number of at least 1", "is measured"),
+    "seed of a half": ("seed must be a whole number, not 0.5", "seed=0"),
+    "tokens": ("tokens_per_sample must be a whole number of at least 0, not nan", "no tokens/s"),
     "schedulers": ("the scheduler is of type list, which has no step", "SequentialLR"),
     "another's scheduler": ("belongs to another optimizer", "that run.steps() gets"),
     "wanting": ("needs epoch", "yourself"),
@@ -146,9 +154,35 @@ def test_a_layer_that_is_unfrozen_during_the_training_is_named() -> None:
         trained(model, sgd(model), before_update=unfreeze)
 
 
+def test_parameters_that_the_optimizer_gets_during_the_training_are_named() -> None:
+    """Their gradient would be the sum of all since then."""
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model)
+
+    def grow(given: nn.Module) -> None:
+        model.more = nn.Linear(2, 3)
+        optimizer.add_param_group({"params": list(model.more.parameters())})
+
+    with pytest.raises(LoopError, match=r"given 2 more parameters after the training began, .*\(3, 2\)") as caught:
+        trained(model, optimizer, before_update=grow)
+    assert "before run.steps()" in caught.value.hint
+
+
+def test_a_trained_layer_may_join_the_optimizer_later() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = sgd(model[0], lr=0.1)
+    before = model[1].weight.detach().clone()
+
+    def join(given: nn.Module) -> None:
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(model[1].parameters())})
+
+    trained(model, optimizer, before_update=join)
+    assert not torch.equal(model[1].weight, before)
+
+
 def test_a_guest_needs_no_optimizer() -> None:
-    context = launched()
-    context.role = GUEST
+    context = replace(launched(), role=GUEST)
     with pytest.raises(AssertionError):  # it gets as far as its link, which this one has not
         Run(context).steps(nn.Linear(2, 1), None, SAMPLES, global_batch=4)  # type: ignore[arg-type]
 

@@ -16,13 +16,13 @@ from potluck.cli import join
 from potluck.cli._app import Settings
 from potluck.errors import LoopError, ScriptError
 from potluck.fleet.received import run_work
-from potluck.report.messages import describe
+from potluck.report.sentences import describe
 from potluck.spec.config import RunConfig
 from potluck.spec.events import GuestLeft
 from potluck.spec.messages import Source
 from potluck.train import ending, guest_loop, guest_session
 from potluck.train.context import GUEST, RunContext
-from potluck.train.events import EventLog
+from potluck.train.event_log import EventLog
 from potluck.train.guest_loop import GuestTrainer
 from potluck.train.guest_session import RUN_FAILED, compute
 
@@ -76,9 +76,8 @@ def test_whoever_opened_the_training_says_why_the_loop_was_left(monkeypatch: pyt
     with pytest.raises(ValueError, match="a bug"):
         script()
     assert hub.goodbyes == []
-    context.failure = "its script failed with ValueError: a bug"
-    context.end_training(context.failure)
-    context.end_training("left")
+    context.loop.end("its script failed with ValueError: a bug", failed=True)
+    context.loop.end("left")
     assert hub.goodbyes == [("its script failed with ValueError: a bug", True)]
 
 
@@ -96,8 +95,8 @@ class Opened:
     """A guest whose host wants a script that is here; keeps what is said to the host."""
 
     def __init__(self, *, began: bool, reached: bool = True) -> None:
-        self.began, self.role = began, GUEST
-        self.failure = ""
+        self.role = GUEST
+        self.loop = SimpleNamespace(began=began, end=self.end)
         self.said: list[tuple[str, bool]] = []
         self.faults: list[str] = []
         self.welcome = SimpleNamespace(message=SimpleNamespace(source=Source(files=("job.py",), sha256="0")))
@@ -111,8 +110,8 @@ class Opened:
     def close(self, reason: str, *, failed: bool = False) -> None:
         self.said.append((reason, failed))
 
-    def end_training(self, reason: str) -> None:
-        self.said.append((reason, bool(self.failure)))
+    def end(self, reason: str, *, failed: bool = False) -> None:
+        self.said.append((reason, failed))
 
 
 def serve(opened: Any, script: Path, text: str) -> str:
@@ -144,7 +143,7 @@ def test_one_that_fails_before_its_loop_has_another_hint(tmp_path: Path) -> None
 
 ENDS = [
     ("raise SystemExit(3)", True, SystemExit, ("its script ended with status 3", True)),
-    ("raise KeyboardInterrupt", True, KeyboardInterrupt, ("stopped by the person there", False)),
+    ("raise KeyboardInterrupt", True, KeyboardInterrupt, ("stopped there with Ctrl-C", False)),
     ("", False, LoopError, ("its script failed: the host's script ended without training", True)),
     ("", True, None, ("its script left the loop", False)),
 ]
@@ -191,15 +190,15 @@ def test_join_says_that_the_run_failed_on_its_host(
     flags = dict.fromkeys(("name", "micro_batch", "give_up_s", "runs", "script", "web"))
     token: Any = None
     given: Any = {**flags, "device": "cpu", "threads": 1, "view": "plain"}
-    assert join._serve(Settings(), token, given, None, lambda: None) == status
+    assert join._serve(Settings(), given, token, None, lambda: None) == status
     assert ("the run failed on its host" in capsys.readouterr().err) == bool(status)
 
 
 def test_a_goodbye_says_what_became_of_the_samples_and_a_failed_one_is_a_fault() -> None:
     left: Any = {"machine": "laptop", "address": "192.0.2.2", "step": 7, "samples_taken_back": 5}
-    stopped = describe(GuestLeft(**left, reason="stopped by the person there"))
+    stopped = describe(GuestLeft(**left, reason="stopped there with Ctrl-C"))
     assert stopped is not None
-    words = "laptop (192.0.2.2) left: stopped by the person there; its 5 samples were taken back"
+    words = "laptop (192.0.2.2) left: stopped there with Ctrl-C; its 5 samples were taken back"
     assert (stopped.text, stopped.level) == (words, "info")
     failed = describe(GuestLeft(**left, reason="its script failed with ValueError: x\x1b[2J", failed=True))
     assert failed is not None

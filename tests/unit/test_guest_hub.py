@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from potluck.codec import Codec, get
 from potluck.device import pick
+from potluck.hub import layout as layouts
 from potluck.hub.guest import GuestHub
-from potluck.hub.tensors import ModelTensors
-from potluck.hub.work import Arrivals, Work
-from potluck.spec import layout as layouts
+from potluck.hub.guest_work import Arrivals, Work
+from potluck.hub.model_tensors import ModelTensors
 from potluck.spec.messages import FromGuest, FromHost
 from potluck.wire.frames import FROM_HOST
 from potluck.wire.tree import pack_tree

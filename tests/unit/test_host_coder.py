@@ -14,11 +14,11 @@ from torch import Tensor
 from potluck.codec import Codecs, changes, from_wire, get, to_wire
 from potluck.codec.names import BF16_CHANGES, DOWN_THIN
 from potluck.hub import host_coder
+from potluck.hub import layout as layouts
 from potluck.hub.actions import Decode, ReadPiece
 from potluck.hub.feed import NOTHING, Item, TensorPart
 from potluck.hub.guest import Work
 from potluck.hub.host_coder import Failed
-from potluck.spec import layout as layouts
 from potluck.train.update import total_norm
 from support.coder_pair import DEADLINE_S, Pair, flat
 from support.fake_device import FakeDevice
@@ -59,14 +59,17 @@ def test_the_guest_holds_the_replicas_bits_after_many_updates(codec: str, dtype:
 
 @every_codec
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_weights_can_be_those_of_the_guests_for_a_while(codec: str, dtype: torch.dtype) -> None:
+def test_the_weights_can_be_those_of_the_guests_for_a_while(
+    codec: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Pair(codec, dtype).running() as pair:
         pair.sync()
         for _ in range(3):
             pair.update()
             pair.sync()
         own, replica = flat(pair.tensors).clone(), pair.check_same_bits().clone()
-        with pair.coder.replica_in_place():
+        with pair.coder.replica_in_place() as held:
+            assert held
             assert torch.equal(flat(pair.tensors), replica)
         assert torch.equal(flat(pair.tensors), own)
         with pytest.raises(ZeroDivisionError), pair.coder.replica_in_place():
@@ -74,8 +77,14 @@ def test_the_weights_can_be_those_of_the_guests_for_a_while(codec: str, dtype: t
         assert torch.equal(flat(pair.tensors), own)
         pair.update()  # the replica is of the version before
         own = flat(pair.tensors).clone()
-        with pair.coder.replica_in_place():
+        monkeypatch.setattr(host_coder, "CODED_S", 0.01)
+        with pair.coder.replica_in_place() as held:
+            assert not held
             assert torch.equal(flat(pair.tensors), own)
+        monkeypatch.setattr(host_coder, "CODED_S", 30.0)
+        threading.Timer(0.1, pair.coder.code_change).start()  # a busy machine codes it a little later
+        with pair.coder.replica_in_place() as held:
+            assert held
 
 
 @every_codec
@@ -513,6 +522,20 @@ def test_a_parameter_that_the_guest_did_not_reach_stays_as_the_host_has_it(host_
                 expected = torch.ones_like(parameter) + (0.0 if value is None else value)
             assert (parameter.grad is None) == (expected is None)
             assert parameter.grad is None or torch.allclose(parameter.grad, expected)  # type: ignore[arg-type]
+
+
+def test_a_layer_that_the_host_has_frozen_gets_no_gradient_of_a_guest() -> None:
+    """It would be trained by the guests alone."""
+    with Pair("none").running() as pair:
+        values = gradients(pair, 1)
+        assert decode(pair, 1, contribute(pair, 1, values)) is None  # type: ignore[arg-type]
+        frozen, *others = pair.tensors.trained
+        frozen.requires_grad_(False)
+        pair.coder.collect()
+        assert frozen.grad is None
+        for parameter, value in zip(others, values[1:]):
+            assert parameter.grad is not None
+            assert torch.allclose(parameter.grad, value)
 
 
 @every_codec

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import potluck
 from potluck import hosting
 from potluck.errors import ConfigError, LoopError
 from potluck.hosting import HostedRun
+from potluck.train import session
 from support.fleet import port_is_open
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +86,43 @@ def test_the_run_ends_with_its_loop_and_a_second_loop_is_a_new_run(
     assert run.token == token, "the same line joins it"
     first, second = sorted((tmp_path / "runs").iterdir())
     assert ends(first) == ends(second) == [("finished", 2)]
-    assert "a new run; the same line as before joins it" in capsys.readouterr().err
+    assert "a new run; guests join it with the same line as before" in capsys.readouterr().err
+
+
+def test_a_hosted_run_keeps_the_machine_awake_until_it_is_closed(
+    hosted: Callable[..., HostedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks: list[str] = []
+
+    @contextmanager
+    def lock() -> Iterator[None]:
+        locks.append("taken")
+        yield
+        locks.append("released")
+
+    monkeypatch.setattr(session, "awake", lock)
+    run = hosted()
+    assert locks == ["taken"]
+    trained(run, at=lambda index: locks != ["taken"])
+    assert locks == ["taken", "released"]
+    assert ends(run._session.folder.path) == [("finished", 2)]
+    trained(run)
+    assert locks == ["taken", "released"] * 2
+    potluck.start(device="cpu").close()
+    assert len(locks) == 4, "a plain loop alone holds no lock"
+
+
+def test_the_token_is_in_the_requested_file_until_each_run_ends(
+    hosted: Callable[..., HostedRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "token"
+    run = hosted(token_file=file)
+    assert file.read_text().strip() == run.token
+    assert f"\n  potluck join --token-file {file}\n" in capsys.readouterr().out
+    for _ in range(2):
+        trained(run, at=lambda index: not file.exists())
+        assert ends(run._session.folder.path) == [("finished", 2)]
+        assert not file.exists()
 
 
 def test_left_by_break_it_is_closed_a_moment_later_or_when_asked(hosted: Callable[..., HostedRun]) -> None:
@@ -165,7 +203,7 @@ def test_a_process_that_the_loop_forks_leaves_the_run_to_its_parent(hosted: Call
             steps.close()  # type: ignore[attr-defined]
             sys.excepthook(ValueError, ValueError("boom"), None)
             run.close()
-            run._context.end_training("failed")
+            run._context.loop.end("failed")
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         assert ends(folder.path) == []

@@ -27,7 +27,7 @@ PAGES = SOURCE / "troubleshooting"
 
 # From the bottom up; parts on one line must not import each other.
 LAYERS = (
-    ("errors", "_version"),
+    ("errors", "_version", "bounds"),
     ("checked",),
     ("units", "env", "failpoints", "limits", "sinks"),
     ("durable",),
@@ -41,34 +41,18 @@ LAYERS = (
     ("doctor",),
     ("report", "lab", "fleet", "probe", "loggers"),
     ("web", "sweep"),
+    ("run_session",),
     ("cli", "hosting"),
     ("integrations", "dask", "ray"),
     ("__init__", "__main__"),
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
-BORDER = (
-    "actions",
-    "checks",
-    "feed",
-    "feeding",
-    "guard",
-    "hashes",
-    "inputs",
-    "members",
-    "newcomers",
-    "norms",
-    "protocol",
-    "reasons",
-    "stepping",
-)
-"""The host's protocol: everything behind `HostProtocol.handle`."""
 PURE = [
     *(path for part in ("spec", "balance", "plan", "doctor") for path in sorted((SOURCE / part).glob("*.py"))),
-    *(SOURCE / "hub" / f"{name}.py" for name in BORDER),
     *(SOURCE / "dist" / name for name in ("schedules.py", "config.py")),
     SOURCE / "probe" / "stream.py",
-    *(SOURCE / "lab" / name for name in ("network.py", "shaping.py")),
+    *(SOURCE / "lab" / name for name in ("topology.py", "shaping.py")),
     SOURCE / "sweep" / "sharing.py",
 ]
 IMPURE = {"torch", "time", "random", "secrets", "socket", "zmq", "threading", "asyncio", "subprocess"}
@@ -103,12 +87,25 @@ def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             # `from potluck import env` imports potluck.env; `from potluck.env import read` does not.
-            names = [f"{module}.{alias.name}" for alias in node.names] if module == "potluck" else [module]
-            yield from ((node.lineno, name) for name in names)
+            for alias in node.names:
+                name = f"{module}.{alias.name}"
+                yield node.lineno, name if module == "potluck" or file_of(name).exists() else module
+
+
+def file_of(module: str) -> Path:
+    return SOURCE.parent.joinpath(*module.split(".")).with_suffix(".py")
+
+
+def named_modules(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of the modules that a text names, for example to run them with `python -m`."""
+    for node in ast.walk(parsed(path)):
+        text = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(text, str) and re.fullmatch(r"potluck(\.\w+)+", text) and file_of(text).exists():
+            yield node.lineno, text
 
 
 def parts_imported(path: Path) -> Iterator[tuple[int, str]]:
-    for line, name in imported_modules(path):
+    for line, name in (*imported_modules(path), *named_modules(path)):
         if name == "potluck":
             yield line, "__init__"
         elif name.startswith("potluck."):
@@ -172,10 +169,29 @@ def test_the_layer_test_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         file.write_text(text)
         assert [p for _, p in parts_imported(file)] == [part]
         assert len(upward_imports(file)) == 1
+    (source / "cli").mkdir()
+    (source / "cli" / "join.py").write_text("")
+    file.write_text('run(["python", "-m", "potluck.cli.join"])')
+    assert len(upward_imports(file)) == 1
     file.write_text(
         "from .frames import pack\nfrom potluck.wire import keys\nfrom potluck import errors\nimport json"
     )
     assert upward_imports(file) == []
+
+
+def behind(path: Path) -> set[Path]:
+    """The file, and all of the package that it imports in turn."""
+    found, left = set(), [path]
+    while left:
+        if (file := left.pop()) in found:
+            continue
+        found.add(file)
+        left += [
+            each
+            for _, name in imported_modules(file)
+            if (each := file_of(name)).is_relative_to(SOURCE) and each.exists()
+        ]
+    return found
 
 
 def test_what_decides_is_pure() -> None:
@@ -183,6 +199,10 @@ def test_what_decides_is_pure() -> None:
         return [f"{path}:{line} imports {name}" for line, name in imported_modules(path) if top(name) in IMPURE]
 
     assert_none(impure_imports, PURE)
+    # The host's protocol: everything behind `HostProtocol.handle`. `checked` has a lock, for decoders.
+    border = behind(SOURCE / "hub" / "protocol.py")
+    assert len(border) > 25
+    assert_none(impure_imports, border - {SOURCE / "checked.py"})
 
 
 READ_BY_THE_SHELL = {"handle", "members", "synced", "host_sample_s", "samples_of", "holds", "judges"}
@@ -223,6 +243,40 @@ def test_a_shell_that_decides_is_found() -> None:
     ):
         assert list(decisions(parsed_text(text))), text
     assert not list(decisions(parsed_text("self._stop = self._protocol.members.get(guest).name")))
+
+
+POSIX_ONLY = re.compile(
+    r"(?:import|from) (?:fcntl|grp|pty|pwd|resource|termios|tty)\b"
+    r"|signal\.(?:SIGALRM|SIGCONT|SIGHUP|SIGKILL|SIGSTOP)\b"
+    r"|os\.(?:fork|geteuid|getuid|killpg|mkfifo|setsid|uname)\b"
+)
+ASKS = re.compile(r"os\.name|sys\.platform")
+
+
+def run_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """What Python runs when it imports a module, without what asks for the system first."""
+    if isinstance(node, ast.If | ast.BoolOp | ast.IfExp) and ASKS.search(ast.unparse(node)):
+        return
+    yield node
+    later = node.body if isinstance(node, ast.FunctionDef | ast.Lambda) else ()
+    for child in ast.iter_child_nodes(node):
+        if child is not later and child not in (later if isinstance(later, list) else ()):
+            yield from run_at_import(child)
+
+
+def test_every_module_can_be_imported_on_windows() -> None:
+    """One test module that cannot be imported ends pytest before its first test."""
+
+    def posix_only(path: Path) -> Iterator[str]:
+        if not POSIX_ONLY.search(path.read_text(encoding="utf-8")):
+            return
+        for node in run_at_import(parsed(path)):
+            if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute) and POSIX_ONLY.search(
+                ast.unparse(node)
+            ):
+                yield f"{path}:{node.lineno}: {ast.unparse(node)}"
+
+    assert_none(posix_only, [*FILES, *sorted((ROOT / "tests").rglob("*.py"))])
 
 
 def test_no_pickle_and_nothing_evaluated() -> None:
@@ -277,11 +331,12 @@ def test_files_functions_and_parameters_stay_small() -> None:
 
 
 def test_a_class_name_means_one_thing() -> None:
+    """In the whole package, also where it is private or inside a function."""
     found: dict[str, list[str]] = {}
     for path in FILES:
-        for node in parsed(path).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(SOURCE)))
     assert not {name: paths for name, paths in found.items() if len(paths) > 1}
 
 
@@ -335,7 +390,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed(what: str) -> None:
 
 def test_help_is_quick() -> None:
     """The best of some, in the process's own time: other work on the machine must not decide."""
-    import resource
+    resource = pytest.importorskip("resource", reason="measures a process's time as POSIX does")
 
     def own_time_s() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -374,15 +429,22 @@ def test_the_picture_of_the_parts_has_all_of_them() -> None:
     assert [part for part in parts if f" {part}/ " not in picture] == []
 
 
+SAME_JOB = {
+    "config": "settings and how they are resolved: of the backend, and of a run",
+    "dask": "the fleet of a Dask cluster, and its public name `potluck.dask`",
+    "host": "a file of cli/ has the name of its verb; hub/host.py is what that verb starts, beside hub/guest.py",
+    "interface": "the contract that all files of its folder implement: codecs, and fleets",
+    "ranks": "starts one command as several ranks: on this machine, and on emulated ones",
+    "ray": "the fleet of a Ray cluster, and its public name `potluck.ray`",
+    "state": "what is known of a run after its events: as the live view draws it, and as the page shows it",
+}
+"""The names that stand in two folders, and the one job that both files do."""
+
+
 def test_files_of_one_name_do_one_job() -> None:
-    """A new pair needs another name, or its reason here."""
-    same_subject = (  # a verb and what it runs, data and who fills it, one room's way to the same thing
-        "bench collectives config dask ddp events facts host inputs interface local machine messages network "
-        "outcome ranks ray reach remote running series software ssh state strategies sweep tensors transport "
-        "ways work"
-    )
+    """A new pair gets another name, or does the same job for two things: then that job is named here."""
     names = collections.Counter(path.stem for path in FILES if path.stem != "__init__")
-    assert sorted(name for name, count in names.items() if count > 1) == same_subject.split()
+    assert sorted(name for name, count in names.items() if count > 1) == sorted(SAME_JOB)
 
 
 def test_the_list_of_files_is_made_anew() -> None:

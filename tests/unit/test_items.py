@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,9 +15,11 @@ from potluck.hub.parity import Reference, Sketch, judge, sketch
 from potluck.spec.config import RunConfig
 from potluck.spec.events import StepNotApplied
 from potluck.train.context import ALONE, RunContext
-from potluck.train.events import EventLog
+from potluck.train.event_log import EventLog
 from potluck.train.run import Run
 from support.protocol_world import joined
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SAMPLES = [torch.tensor([float(i)]) for i in range(8)]
 
@@ -35,15 +36,6 @@ def line() -> tuple[nn.Module, torch.optim.Optimizer]:
     nn.init.ones_(model.weight)
     nn.init.zeros_(model.bias)
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two would wait for each other longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 8])

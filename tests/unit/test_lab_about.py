@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck import codec
+from potluck.balance.codecs import codec_bytes
+from potluck.balance.shares import whole_shares
 from potluck.checked import build
 from potluck.lab.workload import recipe_settings
-from potluck.spec import about
+from potluck.plan import about
 from potluck.spec.rig import Machine, Rig, SpeedChange, Workload
-from potluck.spec.shares import whole_shares
 from potluck.train import recipes
 
 DESK = Machine(name="desk", role="host", seconds_per_sample=0.1)
@@ -43,7 +44,7 @@ def test_parameters_are_those_of_the_model(workload: Workload) -> None:
 @pytest.mark.parametrize("name", ["none", "fp16", "bf16", "int8", "int4", "topk", "topk:0.05"])
 def test_a_codecs_bytes_are_those_of_the_codec(name: str) -> None:
     count = 1_280_000
-    assert about.codec_bytes(name) * count == pytest.approx(codec.get(name).nbytes(count), rel=0.001)
+    assert codec_bytes(name) * count == pytest.approx(codec.get(name).nbytes(count), rel=0.001)
 
 
 def test_gradients_over_a_link() -> None:

@@ -11,8 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from potluck.checked import to_json
-from potluck.spec.figures import Results, Row, ideal_speedup, mean_step_s, results, row
+from potluck.lab.figures import ideal_speedup, mean_step_s, results, row
 from potluck.spec.outcome import Outcome, StepDone
+from potluck.spec.results import Results, Row
 from potluck.spec.rig import Machine, Rig, SpeedChange, Workload, parse
 
 DESK = Machine(name="desk", role="host", seconds_per_sample=0.1)
@@ -30,6 +31,19 @@ def done(step: int, ended_at: float, samples: dict[str, int], present: tuple[str
 def outcome(*ended_at: float, **more: Any) -> Outcome:
     steps = [done(n, at, {"desk": 40, "laptop": 10}) for n, at in enumerate(ended_at, 1)]
     return Outcome(strategy="potluck", started_at=100.0, steps=steps, **more)
+
+
+def test_a_box_without_time_for_the_rig_is_told() -> None:
+    """The host alone is paced at 5 s a step. What delays it delays each row by another amount."""
+
+    def notes(host_step_s: float, rig: Rig = PAIR) -> dict[str, str]:
+        return results(rig, [outcome(110.0, 114.0, 118.5, 122.5)], ALONE, host_step_s, 1).notes
+
+    assert notes(5.1) == notes(6.2) == {}
+    assert list(notes(24.0)) == ["solo"]
+    assert notes(24.0)["solo"].startswith("its steps took 4.8 times what the rig says: this box is too slow")
+    real = replace(PAIR, machines=(replace(DESK, seconds_per_sample=None), LAPTOP))
+    assert notes(24.0, real) == {}
 
 
 class TestSteady:

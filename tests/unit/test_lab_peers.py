@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from potluck import checked
 from potluck.errors import ConfigError
 from potluck.lab import peer_strategies
 from potluck.lab.hivemind_worker import granule
@@ -125,13 +127,13 @@ class Notes:
     """A board without a network."""
 
     def __init__(self) -> None:
-        self.said: dict[str, Any] = {}
+        self.said: dict[str, bytes] = {}
 
     def put(self, key: str, value: Any) -> None:
-        self.said[key] = json.loads(json.dumps(value))
+        self.said[key] = msgspec.json.encode(value)
 
-    def look(self, key: str) -> Any | None:
-        return self.said.get(key)
+    def look(self, key: str, kind: Any) -> Any | None:
+        return None if key not in self.said else checked.decode(self.said[key], kind)
 
 
 BOTH = ("desk", "laptop")

@@ -15,14 +15,14 @@ from rich.cells import cell_len
 
 from potluck.errors import UserError
 from potluck.lab import rigs
+from potluck.plan import about
 from potluck.report import lab_plots, lab_timeline, screen
 from potluck.report.lab_picture import list_lines, rig_lines
 from potluck.report.lab_plots import place_labels
 from potluck.report.lab_table import best_row, results_lines, show_results
 from potluck.report.line import Line
-from potluck.spec import about
-from potluck.spec.figures import Results
 from potluck.spec.outcome import Interval, Outcome
+from potluck.spec.results import Results
 from potluck.spec.rig import Machine, Rig, Workload
 from support import lab_outcomes
 
@@ -120,7 +120,7 @@ class TestPicture:
 
     def test_a_bit_of_everything(self) -> None:
         text = plain(rig_lines(ODD, about.facts(ODD), 120))
-        for words in ("94.12 Mbit/s", "+ 12.2 ms", "0.5 CPU cores", "joins at step 3", "as fast as this box"):
+        for words in ("94.12 Mbit/s", "+ 12.2 ms", "0.5 CPU cores", "joins at step 3", "as fast as this computer"):
             assert words in text, words
 
     def test_what_is_not_known_is_not_made_up(self) -> None:
@@ -204,6 +204,7 @@ class TestTable:
             "network namespaces",
             "efficiency samples/s ÷ the sum",
             "recovery (speed-up − 1) ÷ (ideal − 1)",
+            "MB/step what crossed the host's link",
         ):
             assert words in text, words
         assert "not 48" not in text

@@ -236,7 +236,7 @@ def test_the_first_ctrl_c_lets_the_host_save_and_the_second_ends_all_at_once() -
     assert launcher.cut_off  # the host could not say how to go on
     assert world.host.signals == [signal.SIGINT]
     assert [words for name, words in world.told if not name] == [
-        "stopping: the host saves first (Ctrl-C again to stop at once)",
+        "stopping: the host saves first (press Ctrl-C again to stop immediately)",
         "stopping at once",
     ]
 

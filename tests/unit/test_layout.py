@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.errors import WireError
-from potluck.spec.layout import (
+from potluck.hub.layout import (
     BLOCK,
     LARGEST_PIECE,
     SMALLEST_PIECE,

@@ -18,7 +18,7 @@ import potluck
 from potluck.cli import main
 from potluck.errors import ConfigError, MissingModuleError
 from potluck.hosting import HostedRun
-from potluck.loggers.series import params_of, scalars_of
+from potluck.loggers.logged import params_of, scalars_of
 from potluck.loggers.writing import LoggerThread, loggers
 from potluck.spec import events as ev
 from potluck.spec.config import RunConfig

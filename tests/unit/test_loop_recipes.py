@@ -27,9 +27,11 @@ from potluck.device import pick
 from potluck.spec.config import RunConfig
 from potluck.spec.events import Logged, RunEnded, RunNote
 from potluck.train.context import ALONE, RunContext
-from potluck.train.events import EventLog, events_in
+from potluck.train.event_log import EventLog, events_in
 from potluck.train.folder import RunFolder
 from potluck.train.run import Run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "your-own-loop.md"
 EPOCHS, SAMPLES, BATCH = 4, 64, 16
@@ -99,15 +101,6 @@ class Bits:
         loss.backward()
         self.optimizer.step()
         return loss.item()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two would wait for each other longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

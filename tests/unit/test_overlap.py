@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from potluck.hub.layout import Layout, make_layout
+from potluck.hub.model_tensors import ModelTensors
 from potluck.hub.overlap import Overlap
-from potluck.hub.tensors import ModelTensors
-from potluck.spec.layout import Layout, make_layout
 
 WIDTH = 6
 

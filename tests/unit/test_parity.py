@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from potluck.hub import parity
 from potluck.hub.actions import Verdict
+from potluck.hub.model_tensors import ModelTensors
 from potluck.hub.parity import Reference, Sketch, judge, sketch
-from potluck.hub.tensors import ModelTensors
 
 
 class Problem:
@@ -82,6 +82,11 @@ def test_a_guest_that_computes_what_the_host_does_with_the_rounded_weights_passe
     as_guests = problem.sketch(rounded, loss)
     first = problem.judge(as_guests, own)
     assert (first.why_not is not None, first.again) == (True, True)
+    not_yet = problem.judge(as_guests, own, uncoded=True)
+    assert (not_yet.void, not_yet.why_not) == (
+        "the host had not coded its weights in time for a second comparison",
+        None,
+    )
     found = problem.judge(as_guests, own, as_guests)
     assert (found.why_not, found.rounded) == (None, True)
     assert found.cosine == pytest.approx(1.0)

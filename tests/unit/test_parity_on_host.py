@@ -33,6 +33,7 @@ class Table:
     """A hub without guests that wants a common batch in some steps."""
 
     twice: frozenset[str] | None = None
+    coded = True
     made: list[Table]
 
     def __init__(self, ledger: Any, name: str, *more: Any) -> None:
@@ -52,13 +53,15 @@ class Table:
         self._hub.begin_step(head_start_s)
         self._due = self._ledger.step in CHECKED
 
-    def take(self, count: int, busy: Callable[[], bool]) -> tuple[tuple[int, ...], CommonBatch | None]:
+    def take(
+        self, count: int, busy: Callable[[], bool], made: Callable[[], int]
+    ) -> tuple[tuple[int, ...], CommonBatch | None]:
         due, self._due = self._due, False
         self.common = CommonBatch(samples=2, seed=self._ledger.step + 1, twice=self.twice) if due else None
-        return self._hub.take(2, busy)[0], self.common
+        return self._hub.take(2, busy, made)[0], self.common
 
-    def replica_in_place(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # the codec rounds nothing
+    def replica_in_place(self) -> contextlib.AbstractContextManager[bool]:
+        return contextlib.nullcontext(self.coded)  # the codec rounds nothing
 
     def pack_common(self, batch: Any) -> Packed:
         tree, frames = pack_tree(batch)
@@ -122,6 +125,20 @@ def test_a_common_batch_leaves_no_trace_in_a_run_computed_once_or_twice(checked:
     assert all(torch.equal(a, b) for a, b in zip(once.state_dict().values(), twice.state_dict().values()))
     assert [r.second is None for r in checked[0].references] == [False] * len(CHECKED)
     assert [r.second is None for r in checked[1].references] == [True] * len(CHECKED)
+
+
+def test_where_the_replica_is_not_coded_yet_there_is_no_second_gradient_and_guests_are_checked_again(
+    checked: list[Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Table, "coded", False)
+    monkeypatch.setattr(Table, "twice", frozenset())
+    found, losses = trained(plain)
+    monkeypatch.setattr(Table, "twice", None)
+    once, same = trained(plain)
+    assert losses == same
+    assert all(torch.equal(a, b) for a, b in zip(once.state_dict().values(), found.state_dict().values()))
+    assert [(r.second, r.uncoded) for r in checked[0].references] == [(None, True)] * len(CHECKED)
+    assert not any(r.uncoded for r in checked[1].references)
 
 
 def test_the_run_is_that_of_a_run_without_guests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +262,6 @@ def test_others_read_after_the_common_batch_or_when_the_run_ends_in_it(
         break
     reader.start()
     assert not has_read.wait(0.1), "somebody read while the common batch was computed"
-    run._context.end_training("failed")  # as the command line does where a script has failed
+    run._context.loop.end("failed")  # as the command line does where a script has failed
     reader.join(10)
     assert has_read.is_set()

@@ -16,7 +16,7 @@ from potluck.fleet.cluster import ClusterState, FleetRun
 from potluck.fleet.interface import GuestSettings
 from potluck.fleet.polled import PolledGuests
 
-pytest.importorskip("cryptography")
+pytest.importorskip("cryptography", reason="needs the extra dask or ray")
 
 
 def test_another_version_is_refused_before_the_token_is_sent(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import asdict, replace
 from potluck.checked import convert, to_json
 from potluck.device import pick
 from potluck.errors import PotluckError
-from potluck.plan import inputs, models
+from potluck.plan import fleet_inputs, models
 from potluck.probe import bare, iperf
 from potluck.probe.link_visit import speed_in
 from potluck.probe.speed import Training, busy_note, largest, measure, spread
@@ -311,7 +311,7 @@ def test_a_probe_survives_its_file() -> None:
 @pytest.mark.parametrize("pair", [PAIR, Probed(here=SPEED, there=LAPTOP, paths=(LINK,))])
 def test_a_plan_reads_the_machines_and_the_slower_direction(pair: Probed) -> None:
     model = models.find("gpt:12", 1024)
-    given = inputs.from_facts([("facts.json", json.loads(to_json(pair)))], model)
+    given = fleet_inputs.from_facts([("facts.json", json.loads(to_json(pair)))], model)
     host, guest = given.fleet.machines
     assert (host.name, guest.name) == ("tower", "laptop")
     assert host.link_bytes_per_s is None  # it may have other guests, on better links
@@ -322,14 +322,14 @@ def test_a_plan_reads_the_machines_and_the_slower_direction(pair: Probed) -> Non
 
 
 def test_a_plan_reads_a_machine_alone() -> None:
-    given = inputs.from_facts([("x", json.loads(to_json(Probed(here=SPEED))))], models.find("gpt2-124m"))
+    given = fleet_inputs.from_facts([("x", json.loads(to_json(Probed(here=SPEED))))], models.find("gpt2-124m"))
     assert [machine.name for machine in given.fleet.machines] == ["tower"]
 
 
 def test_a_plan_says_what_a_link_alone_lacks() -> None:
     bare_pair = Probed(here=DeviceSpeed(name="a"), there=DeviceSpeed(name="b"), paths=(LINK,))
     with pytest.raises(PotluckError, match="how fast a is"):
-        inputs.from_facts([("x", json.loads(to_json(bare_pair)))], models.find("gpt2-124m"))
+        fleet_inputs.from_facts([("x", json.loads(to_json(bare_pair)))], models.find("gpt2-124m"))
 
 
 def test_the_table_fits_eighty_columns_and_says_everything() -> None:

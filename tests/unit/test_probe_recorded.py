@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.doctor.facts import firewalls, interfaces, leftovers, resolving, software, ssh
+from potluck.doctor.facts import firewalls, installed, interfaces, leftovers, resolving, ssh_login
 from potluck.doctor.facts.system import Said, System
 from potluck.errors import ConfigError
 from potluck.spec.facts import CONTAINER, ETHERNET, LOOPBACK, OTHER, THUNDERBOLT, VPN, WIFI, Gpu, Torch
@@ -257,57 +257,57 @@ def test_neighbours() -> None:
 def test_sleep_settings() -> None:
     pmset = "System-wide power settings:\nCurrently in use:\n standby              1\n sleep                10\n"
     held = pmset.replace("sleep                10", "sleep                10 (sleep prevented by caffeinate)")
-    assert software.sleeps_after(Recorded("darwin", {"pmset": pmset}))[0] == 600
-    assert software.sleeps_after(Recorded("darwin", {"pmset": held}))[0] == 0
+    assert installed.sleeps_after(Recorded("darwin", {"pmset": pmset}))[0] == 600
+    assert installed.sleeps_after(Recorded("darwin", {"pmset": held}))[0] == 0
     index = "    Current AC Power Setting Index: 0x00000708\n    Current DC Power Setting Index: 0x00000384\n"
-    assert software.sleeps_after(Recorded("win32", {"powercfg": index}))[0] == 1800
+    assert installed.sleeps_after(Recorded("win32", {"powercfg": index}))[0] == 1800
     desktop = {"DBUS_SESSION_BUS_ADDRESS": "unix:path=/run/user/1000/bus"}
     schema = "gsettings get org.gnome.settings-daemon.plugins.power sleep-inactive-ac"
     gnome = {f"{schema}-type": "'suspend'\n", f"{schema}-timeout": "1200\n"}
-    assert software.sleeps_after(Recorded(said=gnome, environ=desktop))[0] == 1200
+    assert installed.sleeps_after(Recorded(said=gnome, environ=desktop))[0] == 1200
     never = gnome | {f"{schema}-type": "'nothing'\n"}
-    assert software.sleeps_after(Recorded(said=never, environ=desktop))[0] == 0
-    assert software.sleeps_after(Recorded(said=gnome))[0] is None
+    assert installed.sleeps_after(Recorded(said=never, environ=desktop))[0] == 0
+    assert installed.sleeps_after(Recorded(said=gnome))[0] is None
 
 
 def test_gpus_and_the_builds_of_torch() -> None:
-    (card,) = software.gpus(Recorded(said={"nvidia-smi": "NVIDIA GeForce RTX 4070, 560.35.03\n"}))
+    (card,) = installed.gpus(Recorded(said={"nvidia-smi": "NVIDIA GeForce RTX 4070, 560.35.03\n"}))
     assert card == Gpu(vendor="nvidia", name="NVIDIA GeForce RTX 4070", driver="560.35.03", how="nvidia-smi")
     version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12\n"
-    (card,) = software.gpus(Recorded(files={"/proc/driver/nvidia/version": version}))
+    (card,) = installed.gpus(Recorded(files={"/proc/driver/nvidia/version": version}))
     assert card.driver == "535.183.01"
-    assert software.gpus(Recorded(files={"/dev/kfd": ""})) == ()  # every AMD processor has it
-    assert software.gpus(Recorded(files={"/dev/kfd": "", "/opt/rocm/x": ""}))[0].vendor == "amd"
+    assert installed.gpus(Recorded(files={"/dev/kfd": ""})) == ()  # every AMD processor has it
+    assert installed.gpus(Recorded(files={"/dev/kfd": "", "/opt/rocm/x": ""}))[0].vendor == "amd"
     text = "__version__ = '2.10.0+cu128'\ndebug = False\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n"
-    assert [software.version_field(text, name) for name in ("__version__", "cuda", "hip")] == [
+    assert [installed.version_field(text, name) for name in ("__version__", "cuda", "hip")] == [
         "2.10.0+cu128",
         "12.8",
         None,
     ]
-    assert software.answered("[true, false, false]\n") == (True, False, False)
-    assert software.answered("a warning\n") == (None, None, None)
+    assert installed.answered("[true, false, false]\n") == (True, False, False)
+    assert installed.answered("a warning\n") == (None, None, None)
 
 
 def test_torch_is_asked_only_where_a_gpu_may_be_usable() -> None:
     asked = Recorded("darwin", {sys.executable: "[false, true, true]"})
-    facts = software.torch_facts(asked, ())
+    facts = installed.torch_facts(asked, ())
     assert (facts.mps_built, facts.mps_available) == (True, True)
-    plain = software.torch_facts(Recorded(), ())
+    plain = installed.torch_facts(Recorded(), ())
     assert plain.version is not None
     assert plain.mps_built is None
 
 
 def test_without_torch_there_are_facts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert software.torch_facts(Recorded(), ()) == Torch(error="it is not installed")
+    assert installed.torch_facts(Recorded(), ()) == Torch(error="it is not installed")
 
 
 def test_rosetta_and_wsl() -> None:
-    assert software.is_translated(Recorded("darwin", {"sysctl -n sysctl.proc_translated": "1\n"}))
-    assert not software.is_translated(Recorded("darwin", {"sysctl -n sysctl.proc_translated": "0\n"}))
+    assert installed.is_translated(Recorded("darwin", {"sysctl -n sysctl.proc_translated": "1\n"}))
+    assert not installed.is_translated(Recorded("darwin", {"sysctl -n sysctl.proc_translated": "0\n"}))
     kernel = "/proc/sys/kernel/osrelease"
-    assert software.is_wsl(Recorded(files={kernel: "5.15.90.1-microsoft-standard-WSL2\n"}))
-    assert not software.is_wsl(Recorded(files={kernel: "6.1.0-18-amd64\n"}))
+    assert installed.is_wsl(Recorded(files={kernel: "5.15.90.1-microsoft-standard-WSL2\n"}))
+    assert not installed.is_wsl(Recorded(files={kernel: "6.1.0-18-amd64\n"}))
 
 
 def test_the_hosts_file() -> None:
@@ -325,7 +325,7 @@ def test_the_hosts_file() -> None:
     [
         (["/usr/bin/python3", "-m", "potluck", "join", "potluck3-x"], "join"),
         (["/home/me/.venv/bin/python", "/home/me/.venv/bin/potluck", "host", "train.py"], "host"),
-        (["python", "-m", "potluck.cli._warm", "host"], "host"),
+        (["python", "-m", "potluck.sweep.warm", "host"], "host"),
         (["vim", "potluck"], None),
         (["python", "train.py", "host"], None),
         (["python", "-m", "potluck", "doctor"], None),
@@ -347,18 +347,18 @@ def test_an_orphan_does_not_show_its_token() -> None:
 def test_the_cluster_file(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text('[[machine]]\nssh = "you@mac"\n[[machine]]\nssh = "box"\npython = "/opt/py"\n[[machine]]\n')
-    assert ssh.read_cluster(file) == [("you@mac", "python3"), ("box", "/opt/py")]
+    assert ssh_login.read_cluster(file) == [("you@mac", "python3"), ("box", "/opt/py")]
     refused = Said(status=255, out="", err="you@mac: Permission denied (publickey).\r\n")
-    found = ssh.ssh_hosts(Recorded(said={"ssh": refused}), [("you@mac", "python3")])
+    found = ssh_login.ssh_hosts(Recorded(said={"ssh": refused}), [("you@mac", "python3")])
     assert (found[0].status, found[0].said) == (255, "you@mac: Permission denied (publickey).")
-    fine = ssh.ssh_hosts(Recorded(said={"ssh": "Python 3.12.1\n"}), [("you@mac", "python3")])
+    fine = ssh_login.ssh_hosts(Recorded(said={"ssh": "Python 3.12.1\n"}), [("you@mac", "python3")])
     assert fine[0].python == "Python 3.12.1"
     for text in ("", "x", "machine = 3", '[[machine]]\nssh = "-oProxyCommand=x"', "[[machine]]\nssh = 3"):
         file.write_text(text)
         with pytest.raises(ConfigError):
-            ssh.read_cluster(file)
+            ssh_login.read_cluster(file)
     with pytest.raises(ConfigError):
-        ssh.read_cluster(tmp_path / "none.toml")
+        ssh_login.read_cluster(tmp_path / "none.toml")
 
 
 def test_commands_are_bounded_and_their_absence_is_no_error() -> None:

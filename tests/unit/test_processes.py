@@ -42,6 +42,7 @@ def test_a_wrong_status_shows_the_logs(tmp_path: Path, capsys: pytest.CaptureFix
     assert "worker stdout" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(os.name != "posix", reason="ends with a signal of POSIX")
 def test_a_deadline_is_hard(tmp_path: Path) -> None:
     begun = time.monotonic()
     with Processes(tmp_path) as processes:
@@ -63,6 +64,7 @@ def test_waiting_for_text(tmp_path: Path) -> None:
             ended.wait_for_text("never", 10)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="ends with a signal of POSIX")
 def test_descendants_die_too(tmp_path: Path) -> None:
     child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
     with Processes(tmp_path) as processes:

@@ -12,10 +12,10 @@ import pytest
 from potluck.hub import actions as act
 from potluck.hub import inputs
 from potluck.hub.checks import MID_STEP_S
+from potluck.hub.layout import TensorSpec, fingerprint_to_json
 from potluck.hub.members import CHECKING, COMPUTING, JOINING, LARGEST_MICRO_BATCH, SYNCING
 from potluck.hub.newcomers import MOST_EVENTS, WITHIN_S
 from potluck.spec.events import kind_of
-from potluck.spec.layout import TensorSpec, fingerprint_to_json
 from potluck.spec.messages import CheckMessage, SamplesMessage, UnknownMessage
 from potluck.wire.frames import PROTOCOL, dump_json
 from support.fuzz import of_guest
@@ -211,7 +211,7 @@ def test_another_protocol_version_is_refused_whether_known_or_not() -> None:
     world = joined("a")
     for guest in "ax":
         world.handle(inputs.OtherProtocolArrived(guest=guest, theirs=9, address="1.2.3.4"))
-        assert refusals(world, guest) == [f"it speaks protocol 9, this host speaks {PROTOCOL}"]
+        assert refusals(world, guest) == [f"it uses protocol 9, this host uses {PROTOCOL}"]
     assert world.members == {}
 
 
@@ -730,7 +730,7 @@ def test_whoever_has_the_token_cannot_fill_the_log_with_hellos() -> None:
     world.now += WITHIN_S
     world.hello("late")
     *_, note, hello = world.events
-    assert "more hellos, refusals and leavings of guests that had not joined are not in the log" in note.text  # type: ignore[union-attr]
+    assert "more hellos, refusals and departures of guests that had not joined are not in the log" in note.text  # type: ignore[union-attr]
     told = int(note.text.split()[0])  # type: ignore[union-attr]
     assert told + len(flood) >= 10_000
     assert kind_of(hello) == "guest_hello"

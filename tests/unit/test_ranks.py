@@ -13,7 +13,7 @@ from potluck.device import pick_for_rank
 from potluck.errors import ConfigError, LoopError
 from potluck.train import gradient_sum, host_ranks
 from potluck.train.given import check_model
-from potluck.train.host_ranks import Place, Ranks, place, shares
+from potluck.train.host_ranks import RankPlace, Ranks, place, shares
 from potluck.train.rank_loop import seed
 
 
@@ -23,10 +23,10 @@ def variables(rank: int, world: int, local_world: int | None = None) -> dict[str
 
 
 def test_torchrun_says_who_is_who() -> None:
-    assert place(variables(1, 4, 4)) == Place(rank=1, world=4, local_rank=1)
-    assert place(variables(0, 2)) == Place(rank=0, world=2, local_rank=0)
-    assert Place(rank=0, world=2, local_rank=0).leads
-    assert not Place(rank=1, world=2, local_rank=1).leads
+    assert place(variables(1, 4, 4)) == RankPlace(rank=1, world=4, local_rank=1)
+    assert place(variables(0, 2)) == RankPlace(rank=0, world=2, local_rank=0)
+    assert RankPlace(rank=0, world=2, local_rank=0).leads
+    assert not RankPlace(rank=1, world=2, local_rank=1).leads
 
 
 @pytest.mark.parametrize("given", [{}, variables(0, 1, 1), {"WORLD_SIZE": "8"}, {"WORLD_SIZE": "2", "RANK": "0"}])
@@ -85,7 +85,7 @@ class Heard(Ranks):
     """Rank 0 of three; what the others say is given."""
 
     def __init__(self, answers: dict[int, Tensor]) -> None:
-        super().__init__(Place(rank=0, world=3, local_rank=0), control=None, sums=None, ours=False)
+        super().__init__(RankPlace(rank=0, world=3, local_rank=0), control=None, sums=None, ours=False)
         self._answers = answers
 
     def _receive(self, room: Tensor, rank: int) -> Tensor:

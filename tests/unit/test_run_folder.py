@@ -16,7 +16,7 @@ from potluck.errors import RunFolderError
 from potluck.failpoints import armed
 from potluck.report.summary import read_events, step_events
 from potluck.spec.events import HostBack, RunNote, kind_of
-from potluck.train.events import EventLog
+from potluck.train.event_log import EventLog
 from potluck.train.folder import RunFolder, new_folder
 from support import sample_events as sample
 from support.processes import Processes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,11 @@ from potluck.report.view import PlainView
 from potluck.spec.config import RunConfig
 from potluck.spec.events import Logged
 from potluck.train.context import ALONE, GUEST, RANK, RunContext
-from potluck.train.events import EventLog, events_in
+from potluck.train.event_log import EventLog, events_in
 from potluck.train.run import Run
 from support import sample_events as sample
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def started(file: Path, role: str = ALONE) -> Run:
@@ -36,15 +37,6 @@ def started(file: Path, role: str = ALONE) -> Run:
 
 def logged(file: Path) -> list[tuple[int, dict[str, float | None]]]:
     return [(event.step, event.values) for event in events_in(file) if isinstance(event, Logged)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two would wait for each other longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_a_value_belongs_to_the_steps_that_are_finished(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from potluck.errors import MissingModuleError, ScriptError
 from potluck.fleet import received
-from potluck.fleet.running import running
 from potluck.fleet.script import (
     Script,
     guest_hint,
@@ -20,6 +19,7 @@ from potluck.fleet.script import (
     run_file,
     run_received,
 )
+from potluck.fleet.script_errors import running
 
 SCRIPT = """
 from __future__ import annotations
@@ -114,7 +114,7 @@ def test_a_file_that_was_sent_and_is_looked_for_elsewhere_is_named(wanted: str, 
     names = ("job.py", "configurator.py", "conf/a.py")
     with pytest.raises(ScriptError) as caught, running("job.py", hint=lambda: "--send", guest=True, sent=names):
         run_received(Script(names=names, contents=(text, b"", b"")))
-    where = "it lies beside the script: open it with Path(__file__).parent"
+    where = "it is next to the script: open it with Path(__file__).parent"
     assert caught.value.hint == f"{file} was sent; {where} / {file!r}"
 
 

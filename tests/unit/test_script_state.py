@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,18 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from potluck.device import pick
 from potluck.errors import CheckpointError, LoopError, UserError
 from potluck.spec.config import RunConfig
+from potluck.spec.events import RunStarted
 from potluck.train.context import ALONE, RunContext
-from potluck.train.events import EventLog
+from potluck.train.event_log import EventLog, events_in
 from potluck.train.folder import RunFolder
 from potluck.train.run import Run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SAMPLES = [torch.full((2,), float(i)) for i in range(8)]
 
@@ -65,15 +69,6 @@ class Average:
         self.value.copy_(state["value"])
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two would wait for each other longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_what_was_counted_goes_on_where_it_was(tmp_path: Path) -> None:
     first = started(tmp_path / "run")
     train(first, 3)
@@ -117,6 +112,27 @@ def test_values_come_back_as_they_were(tmp_path: Path, value: Any) -> None:
     assert again.state["new"] == "stays"
 
 
+@pytest.mark.parametrize("key", ["$tensor", "$tuple", "$float", "$dict"])
+def test_a_key_may_be_a_word_that_has_a_meaning_inside_values(tmp_path: Path, key: str) -> None:
+    run = started(tmp_path / "run")
+    run.state[key] = 3
+    train(run, 1)
+    again = started(tmp_path / "run", resume=True)
+    train(again, 2)
+    assert again.state[key] == 3
+
+
+def test_a_number_that_python_cannot_write_is_refused_at_the_assignment(tmp_path: Path) -> None:
+    run = started(tmp_path / "run")
+    run.state["large"] = 2**8000
+    with pytest.raises(UserError, match=r"'huge' of run\.state: it is a number of 20001 bits"):
+        run.state["huge"] = 2**20000
+    train(run, 1)
+    again = started(tmp_path / "run", resume=True)
+    train(again, 2)
+    assert again.state["large"] == 2**8000
+
+
 def test_objects_and_tensors_come_back(tmp_path: Path) -> None:
     run, average = started(tmp_path / "run"), Average()
     run.state |= {"average": average, "histogram": torch.arange(5)}
@@ -134,15 +150,15 @@ def test_an_object_that_is_not_there_yet_is_named(tmp_path: Path) -> None:
     run = started(tmp_path / "run")
     run.state["average"] = Average()
     train(run, 1)
-    with pytest.raises(
-        CheckpointError, match=r"run\.state\['average'\] is an object there, and here there was none"
-    ):
+    with pytest.raises(CheckpointError, match="average") as misfit:
         train(started(tmp_path / "run", resume=True), 2)
+    assert (misfit.value.code, misfit.value.step) == ("bad-checkpoint", 1)
     again = started(tmp_path / "run", resume=True)
     again.state["best"] = Average()
     again.state["average"] = Average()
-    with pytest.raises(CheckpointError, match=r"run\.state\['best'\] is a plain value there and an object here"):
+    with pytest.raises(CheckpointError, match="best") as misfit:
         train(again, 2)
+    assert (misfit.value.code, misfit.value.step) == ("bad-checkpoint", 1)
 
 
 @pytest.mark.parametrize(
@@ -175,21 +191,35 @@ def test_a_key_that_is_no_word_is_refused(tmp_path: Path) -> None:
         started(tmp_path / "run").state[3] = 1  # type: ignore[index]
 
 
-def test_a_checkpoint_of_an_older_version_leaves_the_defaults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import potluck.train.checkpoint as checkpoints
+class Endless(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return sys.maxsize
 
-    train(started(tmp_path / "run"), 1)
-    load = checkpoints.load_latest
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2,), float(index))
 
-    def older(folder: Path) -> Any:
-        loaded = load(folder)
-        assert loaded is not None
-        del loaded.manifest["state"]
-        return loaded
 
-    monkeypatch.setattr("potluck.train.resuming.load_latest", older)
-    again = started(tmp_path / "run", resume=True)
-    train(again, 2)
-    assert again.state["seen"] == [1]
+def test_an_endless_run_over_endless_data_is_saved_logged_and_resumed(tmp_path: Path) -> None:
+    """Its steps, its epochs and its samples are sys.maxsize, and its seed is a number of numpy's."""
+
+    def trained(run: Run, last: int) -> list[int]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        loader = DataLoader(Endless(), 4, sampler=range(100))  # type: ignore[arg-type]
+        endless = {"steps": sys.maxsize, "epochs": sys.maxsize}
+        numbers = {"seed": np.int64(3), "micro_batch": np.int64(2), "tokens_per_sample": np.int64(1)}
+        done = []
+        for step in run.steps(model, optimizer, loader, **endless, **numbers):  # type: ignore[arg-type]
+            for batch in step:
+                step.backward(model(batch).mean())
+            done.append(step.number)
+            if step.number == last:
+                break
+        run.close()
+        return done
+
+    assert trained(started(tmp_path / "run"), 3) == [1, 2, 3]
+    assert trained(started(tmp_path / "run", resume=True), 5) == [4, 5]
+    first, *_ = events_in(tmp_path / "run" / "events.jsonl")
+    assert isinstance(first, RunStarted)
+    assert (first.steps, first.epochs, first.micro_batch) == (sys.maxsize, sys.maxsize, 2)

@@ -11,7 +11,7 @@ from potluck.balance.ledger import EpochSteps, Ledger, LedgerError
 from potluck.errors import WireError
 from potluck.hub import inputs
 from potluck.hub.ahead import LARGEST_PART_BYTES, PARTS_UNDER_WAY, AheadBatch, _composed
-from potluck.hub.work import Kept
+from potluck.hub.guest_work import Kept
 from potluck.spec.messages import AheadMessage, LeaseMessage
 from support.protocol_world import World, joined, of_kind
 

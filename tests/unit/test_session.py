@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 import potluck
 from potluck.env import Environment
-from potluck.errors import LoopError, RunFolderError
+from potluck.errors import ConfigError, LoopError, RunFolderError
 from potluck.fleet.local import LocalGuests
 from potluck.report.view import QuietView
 from potluck.spec.config import RunConfig
@@ -32,7 +32,8 @@ from potluck.train.context import ALONE, HOST
 from potluck.train.ending import Interrupted
 from potluck.train.launch import current, launched
 from potluck.train.run import Run
-from potluck.train.session import RunSpec, Session
+from potluck.train.run_specs import RunSpec
+from potluck.train.session import Session
 from support.fleet import port_is_open
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and modes of POSIX")
@@ -59,6 +60,13 @@ def session(runs: Path, view: Seen | None = None, role: str = HOST, **more: Any)
     config = RunConfig(device="cpu", bind="127.0.0.1", checkpoint_every=0)
     spec = RunSpec(role=role, config=config, what="job.py", runs=runs, **more)
     return Session(spec, Environment(), view or Seen(), guests=LocalGuests)
+
+
+@pytest.mark.parametrize("codecs", [{"codec": "int9"}, {"codec_down": "int9"}, {"codec_down": "auto"}])
+def test_a_run_needs_codecs_that_exist(codecs: dict[str, str], tmp_path: Path) -> None:
+    """Whoever starts it: a resumed run of a recipe found out only when its folder was open."""
+    with pytest.raises(ConfigError, match="unknown codec"):
+        RunSpec(role=HOST, config=RunConfig(**codecs), what="job.py", runs=tmp_path)
 
 
 def trained(opened: Session, at: Any = lambda step: None, steps: int = 2) -> nn.Module:
@@ -138,7 +146,7 @@ def test_a_failure_says_how_to_resume_where_there_is_a_checkpoint(
     for end in (ValueError("in the script"), None):
         with contextlib.suppress(ValueError), session(tmp_path) as opened:
             trained(opened)
-            opened.context.finish_training()  # left by itself: it is saved
+            opened.context.loop.finish()  # left by itself: it is saved
             if end is not None:
                 raise end
         words = f"resume from the last checkpoint with: --resume {opened.folder.path}"
@@ -168,7 +176,9 @@ def test_the_first_signal_stops_the_training_in_order(tmp_path: Path) -> None:
             trained(opened, at=lambda step: os.kill(os.getpid(), signal.SIGINT), steps=10)
     assert view.ends == [("interrupted", 1)]
     assert list(opened.folder.checkpoints.glob("step-00000001"))
-    assert opened.stopped_line().startswith(f"stopped, saved in {opened.folder.path} after step 1; go on with: ")
+    line = opened.stopped_line()
+    assert line is not None
+    assert line.startswith(f"stopped, saved in {opened.folder.path} after step 1; resume with: ")
 
 
 class Stalling(IterableDataset[Any]):
@@ -310,8 +320,7 @@ def test_how_the_process_was_started_is_set_for_a_while(tmp_path: Path) -> None:
     with session(tmp_path, role=ALONE) as opened:
         with launched(opened.context):
             assert potluck.start()._context is opened.context
-            started = current()
-            assert started is not None
+            assert current() is opened.context
             with pytest.raises(AttributeError):
-                started.role = HOST  # type: ignore[misc]
+                opened.context.role = HOST  # type: ignore[misc]
         assert current() is None

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from potluck.balance.shares import equal_shares, whole_shares
 from potluck.errors import ConfigError
-from potluck.spec.shares import equal_shares, whole_shares
 
 
 def balanced(batch: int, seconds: Sequence[float]) -> list[int]:

@@ -18,7 +18,7 @@ from potluck.dist import shm
 from potluck.errors import NetworkError
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no POSIX shared memory")
-KINDS = [pytest.param(True, marks=pytest.mark.skipif(sys.platform != "linux", reason="memfd")), False]
+KINDS = [pytest.param(True, marks=pytest.mark.skipif(sys.platform != "linux", reason="needs memfd (Linux)")), False]
 
 
 @contextlib.contextmanager

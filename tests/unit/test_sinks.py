@@ -10,10 +10,10 @@ import pytest
 
 from potluck.failpoints import armed
 from potluck.report.guest_view import GuestView
-from potluck.report.messages import describe
+from potluck.report.sentences import describe
 from potluck.sinks import guarded
 from potluck.spec import events as ev
-from potluck.train.events import EventLog, events_in
+from potluck.train.event_log import EventLog, events_in
 from support import sample_events as sample
 
 

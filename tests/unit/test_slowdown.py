@@ -69,7 +69,7 @@ def test_a_guest_that_slows_the_run_down_sits_out_and_is_told_why(here: bool) ->
     run.steps(600)
     (first, *_) = run.out
     assert first.machine == "laptop"
-    assert first.reason.startswith("with it the run does 805 samples/s, without it 1,100; tries again at step ")
+    assert first.reason.startswith("with it the run reaches 805 samples/s, without it 1,100; tries again at step ")
     assert run.table.members["laptop"].state == SITTING_OUT
     # Where steps are this short, two seconds of them are 80: they decide, before the trial and behind it.
     assert sum(run.helped) < 200

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from potluck.device import pick
 from potluck.spec.config import RunConfig
 from potluck.train.context import ALONE, RunContext
-from potluck.train.events import EventLog
+from potluck.train.event_log import EventLog
 from potluck.train.folder import RunFolder
 from potluck.train.run import Run
 
@@ -77,7 +77,7 @@ def samples(folder: Path, loader: Any, *, steps: int | None = None, resume: bool
             step.backward(model(batch).mean())
         if len(taken) == steps:
             break
-    context.finish_training()
+    context.loop.finish()
     return taken
 
 

@@ -574,7 +574,7 @@ def test_a_guest_that_costs_more_waiting_than_it_brings_sits_out() -> None:
         assert table.compute_all().full
         table.stepping.end()
     assert member.state == SITTING_OUT
-    assert member.reason == "waiting for it cost more time than it brought"
+    assert member.reason == "waiting for it took more time than it saved"
     assert events(actions, "guest_sits_out")
 
 

@@ -65,14 +65,14 @@ def test_recovery_of_about_nothing_is_said_in_words() -> None:
     summary = summarize([sample.step(n, machines=machines, speedup=0.992) for n in range(1, 5)])
     assert summary.recovery is None
     assert summary.could_add == pytest.approx(0.001)
-    assert "the guests could add about nothing: 0.1% of the host's speed" in summary_text(summary)
+    assert "the guests could add almost nothing: 0.1% of the host's speed" in summary_text(summary)
 
 
 def test_a_negative_recovery_is_nothing() -> None:
     machines = [sample.host(32), sample.machine("laptop", 0, rate=12.0, state="sitting out")]
     summary = summarize([sample.step(n, machines=machines, speedup=0.97) for n in range(1, 5)])
     assert summary.recovery is not None
-    assert "recovery    nothing of what the guests could add" in summary_text(summary)
+    assert "recovery    none of what the guests could add" in summary_text(summary)
 
 
 def test_the_reports_seconds_are_the_views_and_its_figures_agree() -> None:

@@ -21,12 +21,13 @@ from potluck.cli.sweep import sweep
 from potluck.errors import ConfigError, MachineError, MissingModuleError, NetworkError, PotluckError
 from potluck.fleet.dask import DaskFleet
 from potluck.fleet.interface import GuestEnd, GuestSettings
+from potluck.fleet.ray import RayNode
 from potluck.fleet.script import Script
 from potluck.fleet.sealed import KeyPair, seal
 from potluck.spec.events import Logged, to_json
-from potluck.sweep import dask, outcome, running, trial
+from potluck.sweep import dask_trials, result_table, trial, trial_runs
 from potluck.sweep.helpers import Helpers
-from potluck.sweep.running import SweepSettings, new_folder, own_storage
+from potluck.sweep.ray_trials import TrialWatch, machine_shape
 from potluck.sweep.sharing import helping, hosts_next
 from potluck.sweep.spec import (
     SweepWork,
@@ -39,7 +40,7 @@ from potluck.sweep.spec import (
     trials_of,
 )
 from potluck.sweep.trial import TrialProcess, hand_over, handed_over, keep_files
-from potluck.sweep.tune import TrialWatch, machine_shape
+from potluck.sweep.trial_runs import SweepSettings, new_folder, own_storage
 from support import sample_events
 from support.processes import SOURCE
 
@@ -74,7 +75,7 @@ def test_a_script_gets_the_word_that_was_written(word: str, value: object) -> No
     parser = argparse.ArgumentParser()
     parser.add_argument("--shift")
     assert parser.parse_args([argument]).shift == word
-    shown = outcome.table([result("a", parameters=trial.parameters, given=trial.given)], "loss", "min")
+    shown = result_table.table([result("a", parameters=trial.parameters, given=trial.given)], "loss", "min")
     assert word in shown[2].plain.split()
 
 
@@ -198,10 +199,10 @@ def test_a_metric_that_ended_as_nan_ranks_behind_all(tmp_path: Path) -> None:
         best = best_of(results, "val", mode)
         assert best is not None
         assert best.trial == {"min": "c", "max": "b"}[mode]
-        lines = [line.plain for line in outcome.table(results, "val", mode)]
+        lines = [line.plain for line in result_table.table(results, "val", mode)]
         assert lines[-1].split()[:3] == ["a", "0.1", "nan"]
     assert best_of([lost], "val", "min") is None
-    outcome.plot(tmp_path / "s.png", results, "val", "title")
+    result_table.plot(tmp_path / "s.png", results, "val", "title")
     assert msgspec.json.decode(msgspec.json.encode(trial._news), type=TrialNews) == trial._news
 
 
@@ -219,7 +220,7 @@ def test_the_table_has_the_best_first_and_the_failed_last() -> None:
         result("trial-2", error="ended with status 1: boom"),
         result("trial-3", metrics={"loss": 1.0}, machines=("mac", "desk"), guests=("old",)),
     ]
-    lines = [line.plain for line in outcome.table(results, "loss", "min")]
+    lines = [line.plain for line in result_table.table(results, "loss", "min")]
     assert [line.split()[0] for line in lines[2:]] == ["trial-3", "trial-1", "trial-2"]
     assert "mac → desk" in lines[2]
     assert "old" in lines[2]
@@ -230,7 +231,7 @@ def test_the_plot(tmp_path: Path) -> None:
     results = [
         result(f"t{n}", parameters={"lr": 10.0**-n, "norm": "ab"[n % 2]}, metrics={"loss": n}) for n in range(1, 5)
     ]
-    outcome.plot(tmp_path / "s.png", results, "loss", "title")
+    result_table.plot(tmp_path / "s.png", results, "loss", "title")
     assert (tmp_path / "s.png").read_bytes()[1:4] == b"PNG"
     assert list(tmp_path.iterdir()) == [tmp_path / "s.png"]
 
@@ -305,13 +306,13 @@ def test_a_sweep_with_sharing_leaves_the_last_trials_to_the_fast_machines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("cryptography")
-    monkeypatch.setattr(dask.threading.Thread, "start", lambda thread: None)
+    monkeypatch.setattr(dask_trials.threading.Thread, "start", lambda thread: None)
     workers = {f"tcp://{name}": {"name": name} for name in ("desk", "cem")}
     client: Any = SimpleNamespace(scheduler_info=lambda n_workers: {"workers": workers})
     work: Any = SimpleNamespace()
     for share, expected in ((True, {"t2": "desk"}), (False, {"t2": "desk", "t3": "cem"})):
         trials = [Trial(id=f"t{n}", parameters={}) for n in (2, 3)]
-        sweep = dask.DaskSweep(client, work, trials, KeyPair(), logs=tmp_path, share=share)
+        sweep = dask_trials.DaskSweep(client, work, trials, KeyPair(), logs=tmp_path, share=share)
         sweep._took_s |= {"desk": 63.0, "cem": 504.0}
         sweep._place()
         assert sweep.hosts() == expected
@@ -390,8 +391,8 @@ def test_helpers_join_change_and_go_back(tmp_path: Path) -> None:
 class PretendNodes(PretendFleet):
     """Two nodes of a Ray cluster."""
 
-    def nodes(self) -> dict[str, dict[str, str]]:
-        return {"ann": {"NodeID": "1" * 56}, "ben": {"NodeID": "2" * 56}}
+    def nodes(self) -> dict[str, RayNode]:
+        return {name: RayNode(id=number * 56, alive=True) for name, number in (("ann", "1"), ("ben", "2"))}
 
 
 def news(keys: KeyPair, **more: object) -> dict[str, str]:
@@ -436,7 +437,7 @@ def test_one_trial_a_node() -> None:
     told: list[str] = []
 
     def shape(*resources: dict[str, float]) -> dict[str, float]:
-        return machine_shape([{"Alive": True, "Resources": have} for have in resources], told.append)
+        return machine_shape([RayNode(id="1", alive=True, resources=have) for have in resources], told.append)
 
     assert shape({"CPU": 16, "potluck": 1}, {"CPU": 2, "potluck": 1}) == {"potluck": 1.0}
     assert shape({"CPU": 6}, {"CPU": 8}) == {"CPU": 6}
@@ -462,7 +463,7 @@ def test_a_ray_that_cannot_start_is_one_line(
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))  # type: ignore[arg-type]
     with pytest.raises(kind) as caught:
-        running._connect_ray(settings(address))
+        trial_runs._connect_ray(settings(address))
     assert "more" not in caught.value.what
     assert caught.value.hint
 
@@ -478,7 +479,7 @@ def settings(address: str | None) -> SweepSettings:
 
 def test_the_local_dask_cluster_takes_no_work_from_strangers() -> None:
     distributed = pytest.importorskip("distributed")
-    with running._dask(settings("local")) as client:
+    with trial_runs._dask(settings("local")) as client:
         place = client.scheduler.address
         assert place.startswith("tls://127.0.0.1:")
         assert all(worker.startswith("tls://") for worker in client.nthreads())
@@ -573,14 +574,14 @@ def test_a_dask_trial_starts_anew_beside_a_foreign_checkpoint(
         def keep_files(self, storage: Path) -> None: ...
         def close(self) -> None: ...
 
-    monkeypatch.setattr(dask, "TrialProcess", Ended)
+    monkeypatch.setattr(dask_trials, "TrialProcess", Ended)
     trial, checkpoint = Trial(id="trial-1", parameters={"lr": 0.1}), tmp_path / "trial-1" / "step-00000005"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").touch()
     ours = SweepWork(names=("t.py",), contents=(b"",), storage=str(tmp_path), public=b"ours")
-    dask.host_trial(ours, trial, "key", "desk", None, 1)
+    dask_trials.host_trial(ours, trial, "key", "desk", None, 1)
     (checkpoint / "trial.json").write_bytes(msgspec.json.encode(ours.origin(trial)))
-    dask.host_trial(ours, trial, "key", "desk", None, 1)
+    dask_trials.host_trial(ours, trial, "key", "desk", None, 1)
     assert given == [None, checkpoint]
 
 

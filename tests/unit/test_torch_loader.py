@@ -31,6 +31,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from potluck.balance.ledger import Ledger
 from potluck.errors import ConfigError, DataError
+from potluck.train import packing
 from potluck.train.optimizer_state import capture_rng, restore_rng
 from potluck.train.packing import HeldStep, packed_samples, unpacked_samples
 from potluck.train.torch_loader import TorchLoader, open_steps, reader_of
@@ -309,6 +310,23 @@ def test_a_sampler_that_draws_each_batch_resumes_at_the_next_one(looks: bool, ag
         assert some(second, 14 - stop) == whole[stop:], stop
 
 
+def test_a_batch_that_was_drawn_and_cannot_be_drawn_again_is_told() -> None:
+    """The sampler drew it after something else had drawn, and before the checkpoint: no step has verified it."""
+
+    def opened() -> TorchLoader:
+        return TorchLoader(DataLoader(Numbers(), batch_sampler=Lazy()))  # type: ignore[arg-type]
+
+    seeded()
+    first = opened()
+    first.next_step()
+    torch.rand(1)  # the loop's body
+    first.ends_epoch()
+    state = first.state(1)
+    with pytest.raises(DataError, match="batch 2 of epoch 1 cannot be found again") as caught:
+        opened().resume(1, state)
+    assert "generator=" in caught.value.hint
+
+
 def test_a_step_that_was_given_but_not_computed_is_given_again() -> None:
     first = TorchLoader(LOADERS["shuffled"](), epochs=1)
     seeded()
@@ -438,6 +456,45 @@ def test_a_stream_without_a_state_is_read_again_and_says_so(workers: int) -> Non
     second.resume(3, state)
     assert [batch["index"].tolist() for batch in steps_of(second)] == whole[3:]
     assert "the 3 batches before this one are read again" in notes[0]
+
+
+class Noisy(IterableDataset[float]):
+    """A stream whose reading draws random numbers."""
+
+    def __iter__(self) -> Iterator[float]:
+        for _ in range(SAMPLES):
+            yield random.random() + torch.rand(1).item()
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_stream_that_draws_random_numbers_gives_the_same_samples_after_a_resume(looks: bool, again: bool) -> None:
+    """`looks`: the loop asks if the epoch ends, which reads a batch ahead; `again`: the last step is repeated."""
+
+    def opened() -> TorchLoader:
+        return TorchLoader(DataLoader(Noisy(), batch_size=4), epochs=2)
+
+    def some(loader: TorchLoader, count: int) -> list[Any]:
+        taken: list[Any] = []
+        while len(taken) < count and (step := loader.next_step()) is not None:
+            taken.append(loader.fetch(range(step.first, step.first + step.count)).tolist())
+            if looks:
+                loader.ends_epoch()
+        return taken
+
+    seeded()
+    whole = some(opened(), 100)
+    per_epoch = len(whole) // 2
+    for stop in (1, 2, per_epoch + 1, per_epoch + 2):
+        seeded()
+        first = opened()
+        some(first, stop)
+        state, drawn = first.state(stop - again), capture_rng({})
+        restore_rng(drawn)
+        second = opened()
+        second.resume(stop - again, state)
+        assert capture_rng({}) == drawn
+        assert some(second, 100) == whole[stop - again :], stop
 
 
 class OneDict(Stateful):
@@ -766,6 +823,37 @@ def test_a_worker_that_dies_is_told_where_its_samples_are_needed(how: str, monke
     assert not worker_processes()
 
 
+def full(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(
+        "unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)"
+    )
+
+
+def allocating(samples: list[Any]) -> Any:
+    return torch.UntypedStorage._new_shared(8)
+
+
+@pytest.mark.parametrize("collate", [None, allocating])
+@pytest.mark.parametrize("by_index", [False, True])
+def test_a_full_dev_shm_is_not_a_samples_fault(
+    collate: Any, by_index: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", full)  # in the forked workers, too
+    data = [torch.zeros(9000) for _ in range(4)]
+    given = DataLoader(data, batch_size=2, num_workers=1, collate_fn=collate)  # type: ignore[arg-type]
+    loader = TorchLoader(given, epochs=1, by_index=by_index)
+    loader.cut(1)
+
+    def read() -> None:
+        loader.next_step()
+        loader.ready()
+        loader.fetch([0, 1])
+
+    with contextlib.closing(loader), pytest.raises(DataError, match="no shared memory left") as caught:
+        read()
+    assert "--shm-size" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("loader", "what"),
     [
@@ -792,7 +880,7 @@ def test_a_loader_that_cannot_be_dealt(loader: Any, what: str) -> None:
             {"global_batch": 6},
             "global_batch is 6, and the loader's batch sampler decides how many samples a step has",
         ),
-        (LOADERS["in order"], {"global_batch": None, "collate": padded}, "collate was given beside a DataLoader"),
+        (LOADERS["in order"], {"global_batch": None, "collate": padded}, "collate was given together with"),
         (Numbers(), {"global_batch": None}, "does not know how many samples a step has"),
     ],
 )
@@ -872,3 +960,24 @@ def test_no_worker_outlives_the_loader(persistent: bool) -> None:
     assert len(worker_processes()) == 2
     loader.close()
     assert not worker_processes()
+
+
+def test_a_text_as_a_list_of_tokens_is_copied_as_one() -> None:
+    """The loop may change its batch. A step of texts has thousands of numbers: a call for each would take 5 ms."""
+    asked: list[object] = []
+
+    def seen(leaf: object) -> object:
+        asked.append(leaf)
+        return leaf
+
+    sample: dict[str, Any] = {
+        "tokens": [1, 2, 3],
+        "words": ("a", None),
+        "empty": [],
+        "mixed": [1, torch.ones(1), [2.5, True]],
+    }
+    found = packing._mapped([sample], seen)
+    assert found == [sample]
+    assert len(asked) == 2, "1 and the tensor beside it"
+    found[0]["tokens"][0] = found[0]["mixed"][2][0] = 9
+    assert (sample["tokens"][0], sample["mixed"][2][0]) == (1, 2.5)

@@ -148,6 +148,7 @@ def test_a_paced_device_is_traced_by_its_line(file: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="ends with a signal of POSIX")
 def test_a_killed_process_loses_only_what_it_was_computing(file: Path) -> None:
     script = (
         "import os, signal, sys; from pathlib import Path; from potluck.device.trace import Trace\n"

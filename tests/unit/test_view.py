@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from potluck.report.live import LiveView
-from potluck.report.messages import describe
+from potluck.report.sentences import describe
 from potluck.report.view import JsonView, PlainView, QuietView, can_be_live, make_view
 from potluck.spec import events as ev
 from support import sample_events as sample

@@ -192,9 +192,9 @@ def test_what_takes_more_lines_than_there_are_keeps_its_beginning() -> None:
 
 def test_a_resumed_run_says_where_it_goes_on_and_why_there() -> None:
     path = "checkpoints/step-00000263"
-    damaged = ev.CheckpointDamaged(path=path, reason="its hash is another", resumed_from=180)
+    damaged = ev.CheckpointDamaged(path=path, reason="its hash differs", resumed_from=180)
     lines = picture(state_after(damaged, sample.run_start(steps=300, resumed_from=180)), 120)
-    words = "checkpoints/step-00000263 is damaged: its hash is another; continues after step 180"
+    words = "checkpoints/step-00000263 is damaged: its hash differs; continues after step 180"
     assert f" ✗ {words}" in lines
     assert " · resumed after step 180" in lines
     assert not any("resumed" in line for line in picture(state_after(sample.run_start())))

@@ -261,7 +261,9 @@ def test_with_each_step_a_page_is_sent_its_age(tmp_path: Path) -> None:
         with (folder / "events.jsonl").open("ab") as file:
             file.write(ev.to_json(sample.step(number)) + b"\n")
         assert follower.read()
-        assert made._changed()["since_step_s"] == 0.0
+        changed = made._changed()
+        assert changed is not None
+        assert changed.since_step_s == 0.0
     follower.close()
 
 

@@ -22,11 +22,11 @@ from potluck.report.summary import summarize
 from potluck.report.summary_text import machine_cells, summary_facts
 from potluck.spec import events as ev
 from potluck.spec.events import RunEvent
+from potluck.web.curves import Series
 from potluck.web.document import document, frame, state_of
 from potluck.web.follower import Follower
 from potluck.web.lab_page import lab_page
 from potluck.web.metrics import Status, metrics_text, status_of
-from potluck.web.series import Series
 from potluck.web.state import GuestAbout, GuestNow, PageState, Pulse
 from support import lab_outcomes
 from support import sample_events as sample

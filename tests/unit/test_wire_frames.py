@@ -141,9 +141,9 @@ def test_a_header_as_large_as_allowed_is_taken_and_one_byte_more_is_not() -> Non
 
 @pytest.mark.parametrize("theirs", [0, wire.PROTOCOL - 1, wire.PROTOCOL + 1, 255])
 def test_another_version_is_told_apart_even_when_its_header_means_nothing_here(theirs: int) -> None:
-    with pytest.raises(VersionError, match=f"protocol {theirs}.*speaks {wire.PROTOCOL}") as caught:
+    with pytest.raises(VersionError) as caught:
         read([header(b"\x80 no json", version=theirs)])
-    assert caught.value.theirs == theirs
+    assert (caught.value.code, caught.value.theirs) == ("bad-message", theirs)
 
 
 def test_too_many_and_too_large_frames_are_refused_both_ways() -> None:

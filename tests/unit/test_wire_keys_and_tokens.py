@@ -182,7 +182,7 @@ def test_the_three_kinds_of_bad_token_are_told_apart() -> None:
         decode("hello")
     with pytest.raises(TokenError, match="damaged"):
         decode(text[:40])
-    with pytest.raises(TokenError, match=f"protocol {PROTOCOL - 1}, this machine speaks {PROTOCOL}"):
+    with pytest.raises(TokenError, match=f"protocol {PROTOCOL - 1}, this machine uses {PROTOCOL}"):
         decode(encode(dataclasses.replace(TOKEN, protocol=PROTOCOL - 1)))
 
 

@@ -1,10 +1,11 @@
 """Which codec a guest should have: int4, or thin where the guest's link is the bottleneck.
 
-PURE. The host and the plan use one rule. thin has half of int4's bytes and takes longer to code: a transfer takes
-THIN_PART of int4's time, but no less than the coding. Both are put into the formula of the quotas (`leases.py`).
-thin must pay for what it costs in loss: faster steps are more steps in the same time, and LOSS_OF_ONE_PERCENT is
-what one percent more of them is worth. It is kept as long as it pays, and chosen where it pays twice. Where guests
-compute more than half of the batch its cost was not measured, and is taken to be the most that was allowed at half.
+PURE. The host and the plan use the same rule. thin has half of int4's bytes and takes longer to code: a transfer
+takes THIN_PART of int4's time, but no less than the coding. Both go into the formula of the quotas (`leases.py`).
+The gain in speed must outweigh thin's cost in loss: faster steps mean more steps in the same time, and
+LOSS_OF_ONE_PERCENT is the value of one percent more steps. thin is chosen when the gain is twice its cost, and kept
+while the gain exceeds the cost. If guests compute more than half of the batch, its cost was not measured; the
+largest cost allowed at half is assumed.
 """
 
 from __future__ import annotations
@@ -14,10 +15,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from potluck.balance.leases import Speed, ideal
-from potluck.spec.about import codec_bytes
+from potluck.spec.fleet import FP32_BYTES
 from potluck.units import percent_text, seconds_text
 
 AUTO, INT4, THIN = "auto", "int4", "thin"
+"""auto is no codec, but the choice of one for each guest by its link."""
+_BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
+"""Bytes per parameter of each codec; int8 and int4 have a scale of two bytes for every 128 values."""
+_THIN_BITS = 2.05
+"""Bits per parameter of thin, the mean of both directions; the length of its messages depends on the values."""
+_TOPK_BYTES = 6.0
+DEFAULT_TOPK_RATIO = 0.01
+
+
+def codec_bytes(codec: str) -> float:
+    """Bytes sent for one parameter, the mean of both directions if they differ."""
+    family, _, ratio = codec.partition(":")
+    if family == "topk":
+        return _TOPK_BYTES * float(ratio or DEFAULT_TOPK_RATIO)
+    if family == "thin":
+        return (_THIN_BITS - math.log2(float(ratio or 1.0))) / 8
+    if family == "auto":
+        return _BYTES["int4"]  # what it starts with
+    return _BYTES.get(family, float(FP32_BYTES))
+
+
 THIN_PART = codec_bytes(THIN) / codec_bytes(INT4)
 """thin's bytes ÷ int4's, the mean of both ways: 0.50 (2.19 and 1.90 bits of 4.13; `bench/gpu/thin_loss.py`)."""
 CODING_S_PER_PARAMETER = 4 / 1612e6
@@ -27,8 +49,8 @@ CODING_S_PER_PARAMETER = 4 / 1612e6
 LOSS_OF_ONE_PERCENT = 0.0046
 """A GPT of 10.9 M parameters ends at 1.330 after 600 steps and at 1.143 after 900: 0.187 · ln 1.01 ÷ ln 1.5."""
 THIN_LOSS, MOST_THIN_LOSS = 0.0022, 0.012
-"""What thin costs there where guests compute a quarter of the batch, and the most that was allowed where they
-compute half, at which nothing was found (docs/performance.md)."""
+"""thin's cost in loss if guests compute a quarter of the batch, and the largest allowed cost if they compute half,
+where none was found (docs/performance.md)."""
 KEEP_GAIN = 0.01 * THIN_LOSS / LOSS_OF_ONE_PERCENT
 LEAST_GAIN = 2 * KEEP_GAIN
 LARGE_SHARE, LARGE_SHARE_GAIN = 0.5, 0.01 * MOST_THIN_LOSS / LOSS_OF_ONE_PERCENT
@@ -43,11 +65,11 @@ class Choice:
 
     codec: str
     reason: str
-    """A clause for a person."""
+    """The reason, as a clause for a person."""
 
 
 def thinner(speed: Speed, coding_s: float) -> Speed:
-    """The speed with thin of a guest whose speed with int4 this is."""
+    """A guest's speed with thin, from its speed with int4."""
     return replace(speed, transfer_s=max(THIN_PART * speed.transfer_s, min(coding_s, speed.transfer_s)))
 
 
@@ -63,11 +85,10 @@ def choose(
 ) -> Choice:
     """The codec of one guest.
 
-    Args:
-        guests: everybody's speed with the codec they have, but this guest's with int4.
+    Args: guests: every guest's speed with its codec, but this guest's with int4.
         coding_s: time to code and decode a message in thin.
-        late_s: what of the way up, with int4, is part of its overhead: where that way is the longer one.
-        now: the codec that this guest has.
+        late_s: part of the upload time, with int4, that is in its overhead, if the upload is the slower direction.
+        now: this guest's present codec.
     """
     speed = guests[guest]
     alone_s = batch / host_rate
@@ -89,4 +110,4 @@ def choose(
         return Choice(codec=INT4, reason=f"its link is too slow for thin, too ({link})")
     if gain < NO_GAIN:
         return Choice(codec=INT4, reason=f"its link is fast enough ({link}, while it computes)")
-    return Choice(codec=INT4, reason=f"thin would hardly make steps faster ({link})")
+    return Choice(codec=INT4, reason=f"thin would make steps hardly faster ({link})")

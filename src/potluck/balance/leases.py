@@ -2,22 +2,22 @@
 
 PURE.
 
-The cost model. In a step of B samples the host computes at rate r_h; guest i computes q_i samples at rate r_i
-and spends o_i seconds fetching the weights' change and delivering its gradient, as far as that is not hidden
-behind its computing. All are done at the same time T when
+The cost model. In a step of B samples the host computes at rate r_h; guest i computes q_i samples at rate r_i and
+spends o_i seconds fetching the weights' change and delivering its gradient, as far as that is not hidden behind its
+computing. All machines finish at the same time T when
 
     T = (B + Σ r_i·o_i) / (r_h + Σ r_i)        q_i = r_i·(T − o_i)
 
-How much is hidden depends on how the lease is cut. The change of the weights takes R seconds to arrive, behind
-the forward (a third) of the first micro-batch of n samples; the gradient S seconds to leave, behind the backward
-(two thirds) of the last one of m samples. At s seconds a sample,
+How much is hidden depends on how the lease is cut. The change of the weights takes R seconds to arrive, during the
+forward (a third) of the first micro-batch of n samples. The gradient takes S seconds to send, during the backward
+(two thirds) of the last micro-batch of m samples. At s seconds a sample,
 
     o = fixed + max(0, R − n·s/3) + max(0, S − 2·m·s/3)
 
-so on a thin link the first and the last micro-batch are made large. A lease with too few samples for both is one
-micro-batch, first and last at once; where that would be too large for the guest it is two, of which the last is
-served first: its samples hide twice as much. A lease of more samples never takes less time, so `Speed.quota` is the
-inverse of `Speed.lease_s`, and T is where the host's and everybody's quota add up to B.
+so on a slow link the first and the last micro-batch are large. A lease with too few samples for both is one
+micro-batch, both first and last. If that is too large for the guest, it is two, and the last one is filled first,
+because its samples hide twice as much. A lease of more samples never takes less time, so `Speed.quota` is the
+inverse of `Speed.lease_s`, and T is the time at which the quotas of the host and all guests sum to B.
 
 A guest with q_i < 1 cannot help: it sits out, and T is solved again without it. Samples are whole, so the q_i are
 rounded to the neighbours that give the smallest max(host's, every guest's time).
@@ -70,12 +70,12 @@ class Speed:
 
     @property
     def first(self) -> int:
-        """Samples whose forward takes as long as the weights' change takes to arrive, or the most it can do."""
+        """Samples whose forward takes as long as receiving the weights' change, or the most that it can compute."""
         return self._enough(3 * self.transfer_s)
 
     @property
     def last(self) -> int:
-        """Samples whose backward takes as long as the gradient takes to leave, or the most it can do."""
+        """Samples whose backward takes as long as sending the gradient, or the most that it can compute."""
         return self._enough(1.5 * self.transfer_s)
 
     def _enough(self, seconds: float) -> int:
@@ -100,7 +100,8 @@ class Speed:
         return self.quota_by_step()(step_s)
 
     def quota_by_step(self) -> Callable[[float], float]:
-        """`quota` as a function. What does not depend on the step is computed once: a search calls it 40 times."""
+        """`quota` as a function that computes what does not depend on the step only once, because a search calls it
+        40 times."""
         overhead_s, way_s, sample_s, most = self.overhead_s, self.transfer_s, self.sample_s, self.most
         first, last = self.first, self.last
         down_s = max(0.0, way_s - first * sample_s / 3)
@@ -234,7 +235,7 @@ def lease_sizes(count: int, speed: Speed) -> tuple[int, ...]:
 def split_evenly(count: int, largest: int, least: int = 1) -> tuple[int, ...]:
     """`count` samples in as few micro-batches of at most `largest` as possible, as equal as possible.
 
-    None has fewer than `least` samples: of an odd number in pairs, three are computed together.
+    None has fewer than `least` samples: with an odd number and pairs, three samples are computed together.
     """
     if count <= 0:
         return ()
@@ -248,8 +249,8 @@ def next_size(left: int, most: int, least: int = 1) -> int:
 
     Full micro-batches as far as possible: a GPU may be a percent slower on 61 samples than on the 64 that fill it.
     The remainder comes first, so that the last micro-batch is long and hides the preparation of the next step. A
-    remainder of less than half a micro-batch is shared with a full one: on a short one a GPU would run idle before
-    it gets the next. Never takes or leaves fewer than `least` samples (2 if one has no variance).
+    remainder of less than half a micro-batch is split evenly with a full one, because a GPU would be idle between a
+    short one and the next. Never takes or leaves fewer than `least` samples (2 if one has no variance).
     """
     most = max(1, least, most)
     rest = left % most
@@ -259,6 +260,14 @@ def next_size(left: int, most: int, least: int = 1) -> int:
         return left
     size = rest if 2 * rest >= most else -(-(most + rest) // 2)
     return size if size >= least and not 0 < left - size < least else most
+
+
+def next_made(left: int, made: int) -> int:
+    """The size of a micro-batch that is collated already, or 0 where the host should take another.
+
+    Where it leaves less than half of its size, what is left is cut anew: see `next_size`.
+    """
+    return made if made == left or 2 * (left - made) >= made else 0
 
 
 def takeable(left: int, wanted: int, least: int = 1) -> int:

@@ -1,10 +1,10 @@
-"""Which samples belong to which step, and who has them: every sample of a step counted exactly once.
+"""Tracks which samples belong to a step and which machine has them; every sample is counted exactly once.
 
 PURE.
 
 Positions number the samples of the whole run in the order in which they are dealt. A step owns consecutive
-positions, as many as its source gives it, whoever computes them. Inside a step a position is in exactly one place:
-in the pool, with the host, in a lease, or counted.
+positions, as many as its source gives it. Within a step a position is in exactly one place: in the pool, with the
+host, in a lease, or counted.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class StepSource(Protocol):
         """The samples of the next step; None if there is none."""
 
     def peek(self) -> StepSamples | None:
-        """The step after the one that was given last, if it is known already. Changes nothing, never waits."""
+        """The step after the last one given, if it is already known. Changes nothing and never waits."""
 
 
 class EpochSteps:
-    """Steps of `global_batch` samples out of a permutation of each epoch. A step may reach into the next epoch."""
+    """Steps of `global_batch` samples from a permutation of each epoch. A step may extend into the next epoch."""
 
     def __init__(self, *, samples: int, global_batch: int, order: Order, step: int = 0) -> None:
         if samples < 1:
@@ -88,7 +88,7 @@ class EpochSteps:
 
 @dataclass(slots=True, kw_only=True)
 class Lease:
-    """Positions handed to a guest for one step."""
+    """Positions given to a guest for one step."""
 
     id: int
     guest: str
@@ -97,7 +97,7 @@ class Lease:
 
 
 @dataclass(slots=True)
-class _Step:
+class _DealtStep:
     samples: StepSamples
     pool: deque[int] = field(default_factory=deque)
     with_host: set[int] = field(default_factory=set)
@@ -107,18 +107,19 @@ class _Step:
 
 
 class LedgerError(AssertionError):
-    """A call that breaks the rules of the ledger: a bug in Potluck, never a user's mistake."""
+    """A call breaks the ledger's rules: a bug in Potluck, never a user's mistake."""
 
 
 class Ledger:
-    """Hands out the samples of one step at a time. A step can be closed only when each is counted exactly once."""
+    """Gives out the samples of one step at a time. A step can be closed only when each sample is counted exactly
+    once."""
 
     def __init__(self, source: StepSource, *, step: int = 0) -> None:
         """`step`: the number of the source's next step."""
         self.step = step
         self.source = source
         self._next: StepSamples | None = None
-        self._now: _Step | None = None
+        self._now: _DealtStep | None = None
         self._next_lease = 1
 
     # -- the step ---------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ class Ledger:
         if samples is None:
             raise LedgerError(f"there are no samples for step {self.step}")
         self._next = None
-        self._now = _Step(samples, pool=deque(range(samples.first, samples.first + samples.count)))
+        self._now = _DealtStep(samples, pool=deque(range(samples.first, samples.first + samples.count)))
 
     def close_step(self) -> dict[str, int]:
         """End the step and return the samples counted for each machine. Only a complete step can be closed."""
@@ -177,6 +178,12 @@ class Ledger:
         return len(self._open().pool)
 
     @property
+    def front(self) -> int | None:
+        """The first position in the pool, which the host takes next."""
+        pool = self._open().pool
+        return pool[0] if pool else None
+
+    @property
     def leases(self) -> dict[int, Lease]:
         return self._open().leases if self._now is not None else {}
 
@@ -196,7 +203,7 @@ class Ledger:
     def host_counts(self, positions: Sequence[int], machine: str) -> None:
         now = self._open()
         if not now.with_host.issuperset(positions):
-            raise LedgerError("the host counts positions it does not hold")
+            raise LedgerError("the host counts positions that it does not hold")
         now.with_host.difference_update(positions)
         self._count(positions, machine)
 
@@ -205,9 +212,9 @@ class Ledger:
     def lease(
         self, guest: str, count: int, *, wanted: Sequence[int | None] = (), spare: Collection[int] = ()
     ) -> Lease:
-        """Hand `count` positions from the end of the pool to a guest (the host takes from the front).
+        """Give a guest `count` positions from the end of the pool (the host takes them from the front).
 
-        `wanted`: the lease's positions in their order; None for any. `spare`: those that are taken last.
+        `wanted`: the lease's positions in order; None for any. `spare`: positions that are taken last.
         """
         now = self._open()
         if not 0 < count <= len(now.pool):
@@ -283,7 +290,7 @@ class Ledger:
         now.counted.update(positions)
         now.by_machine[machine] = now.by_machine.get(machine, 0) + len(positions)
 
-    def _open(self) -> _Step:
+    def _open(self) -> _DealtStep:
         if self._now is None:
             raise LedgerError("no step is open")
         return self._now

@@ -1,4 +1,4 @@
-"""What the host knows of a guest's speed, and what it lends beyond the quota.
+"""Estimates a guest's speed and decides how many samples it gets beyond its quota.
 
 PURE. `balance/leases.py` decides how many samples a guest gets, so that predictions and the host use one formula.
 """
@@ -33,7 +33,7 @@ class Estimate:
 
     @property
     def cautious(self) -> float:
-        """The value with a margin: its spread, and what it takes to bear hiccups that come every other time."""
+        """The value with a margin: its spread, and enough to tolerate a hiccup every other time."""
         return (self.value or 0.0) + self.spread + self._hiccup
 
     def add(self, measured: float) -> None:
@@ -62,13 +62,13 @@ class Estimate:
 def extra_samples(
     quota: int, speed: Speed, host_sample_s: float, *, lent: int = 0, spare: int | None = None
 ) -> int:
-    """How many samples beyond its quota a guest may be lent, should it turn out faster than thought.
+    """How many samples beyond its quota a guest gets, in case it is faster than estimated.
 
-    What it does not compute it hands back when it starts its last micro-batch. The host must still have work of
-    its own then, so all extras together (`lent`: what others have already) are what the host computes in half of
-    that micro-batch's time, and no more than it can spare. On a thin link there is none: the last micro-batch is
-    sized to hide the gradient's way, which must hold for the extra's last one, too. With batch statistics there is
-    none either: a lease is one micro-batch there, so extras came back in every step and were one more on the host.
+    The guest returns what it does not compute when it starts its last micro-batch. The host must still have its own
+    work then. So all extras together (`lent`: those that others already have) are at most what the host computes in
+    half of that micro-batch's time, and no more than it can spare. A slow link allows no extras, because the last
+    micro-batch is sized to hide sending the gradient. With batch statistics there are none either: a lease is one
+    micro-batch there, so extras would come back in every step as one more micro-batch on the host.
     """
     usual = max(1, min(speed.usual, speed.most))
     if quota < 1 or host_sample_s <= 0 or speed.last > usual or speed.least.lease > 1:

@@ -19,13 +19,12 @@ import click
 
 from potluck import env, failpoints
 from potluck._version import __version__
-from potluck.errors import PotluckError
+from potluck.errors import INTERRUPTED, PotluckError
 
-INTERRUPTED = 130
 READER_GONE = 141
-"""What a shell reports for a program that was ended by SIGPIPE (128 + 13)."""
+"""The status that a shell reports for a program ended by SIGPIPE (128 + 13)."""
 _CANNOT_WRITE = {errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC)}
-"""What an open stream says, without a file's name, when its disk is full or gone."""
+"""The errors of an open stream, without a file's name, when its disk is full or gone."""
 _DEBUG_HELP = "Show the full traceback if an error occurs."
 
 
@@ -62,12 +61,6 @@ class Settings:
 
     debug: bool = False
     environment: env.Environment = field(default_factory=env.Environment)
-    launched: str = ""
-    """The command that resumes the run, with {run} for its folder, if a launcher starts the guests.
-
-    It reads the token from the run folder, so the token is not printed. The run begins when a line comes on stdin:
-    the launcher starts this process before it knows whether a machine answers.
-    """
 
 
 class _ReaderLeft(Exception):
@@ -135,7 +128,7 @@ class LazyGroup(click.Group):
 
 
 def _debug_option() -> click.Option:
-    """Parsed for the help's sake; `run` looks for it before anything else can fail."""
+    """Declared for the help; `run` checks for it before anything else can fail."""
     return click.Option(["--debug"], is_flag=True, expose_value=False, help=_DEBUG_HELP)
 
 
@@ -192,7 +185,7 @@ def run(args: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Send what is still buffered nowhere: Python would complain again when it flushes at exit."""
+    """Discard buffered output, because Python would report the error again when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -206,9 +199,9 @@ def _say_where_script_options_go(error: click.NoSuchOption, arguments: Sequence[
 
 
 def _open_streams() -> None:
-    """What goes to a stream that was closed before the start, of which Python has None, goes nowhere.
+    """Discard output to streams that were closed before the start, for which Python has None.
 
-    Its number is taken, too: a socket with the number 1 would get what libraries print.
+    Their descriptors are reserved too, because a socket with descriptor 1 would get what libraries print.
     """
     if None in (sys.stdin, sys.stdout, sys.stderr):
         while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:

@@ -49,7 +49,7 @@ def lines_of(case: Case, diagnosis: Diagnosis, width: int, stream: object) -> It
 
 
 def _log(log: LogReading, width: int, utf8: bool) -> Iterator[Line]:
-    """What was found in the log; the state of the machine follows."""
+    """The findings of the log; the state of the machine follows."""
     name, much = clean(log.name, 60), f"{log.lines:,} line{'s' if log.lines != 1 else ''}"
     if log.left_out_bytes:
         much += f", {bytes_text(log.left_out_bytes)} in the middle not read"

@@ -1,4 +1,4 @@
-"""`--listen` of `potluck doctor` and `potluck probe`: what is printed while another machine may connect."""
+"""`--listen` of `potluck doctor` and `potluck probe`: the output while another machine may connect."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar, get_args
 
 import click
 import msgspec
@@ -13,6 +13,9 @@ import msgspec
 from potluck import checked
 from potluck.errors import ConfigError
 from potluck.spec.config import WEB_HERE, LoggerName, RunConfig
+
+if TYPE_CHECKING:
+    from potluck.report.view import Mode
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -33,7 +36,7 @@ def duration(context: click.Context, option: click.Parameter, value: str | None)
 
 
 class ListenFlags(TypedDict):
-    """What `listen_options` adds to a verb."""
+    """The options that `listen_options` adds to a verb."""
 
     listen: bool
     bind: str | None
@@ -49,11 +52,11 @@ class TrainFlags(TypedDict):
     config_file: Path | None
     runs: Path | None
     resume: Path | None
-    view: str
-    launched: str
-    token_file: Path | None
-    lan: bool
-    qr: bool
+    view: Mode
+    launched: NotRequired[str]
+    token_file: NotRequired[Path | None]
+    lan: NotRequired[bool]
+    qr: NotRequired[bool]
 
 
 def view_option(command: Command) -> Command:
@@ -207,14 +210,9 @@ def read_config_file(path: Path | None, recipe: str | None) -> tuple[dict[str, A
     return tables["run"], tables.get(recipe or "", {})
 
 
-def run_config(table: dict[str, Any], flags: Mapping[str, object]) -> RunConfig:
-    from potluck.codec import names
-
-    config = checked.build(RunConfig, {**table, **given(flags, (*RUN_FLAGS, *HOST_FLAGS))})
-    names.check(config.codec)
-    if config.codec_down is not None:
-        names.parse(config.codec_down)
-    return config
+def run_settings(table: Mapping[str, object], flags: Mapping[str, object]) -> dict[str, object]:
+    """The given settings of the run: those of a file, changed by the flags."""
+    return {**table, **given(flags, (*RUN_FLAGS, *HOST_FLAGS))}
 
 
 def listen_options(*, listen: str, port: str) -> Callable[[Command], Command]:

@@ -47,7 +47,7 @@ def address_of(target: str, verb: str) -> tuple[str, int | None]:
 
 
 def _misspelt(host: str) -> bool:
-    """Whether it looks like an IPv4 address but is not one. As a name it would be looked up in vain."""
+    """Whether it looks like an IPv4 address but is not one. Looking it up as a name would fail."""
     if re.fullmatch(r"\d{1,20}(?:\.\d{1,20}){3}", host) is None:
         return False
     try:

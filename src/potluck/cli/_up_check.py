@@ -1,56 +1,26 @@
-"""`potluck up --check`: looks at all machines, measures them and the links to the host, and predicts.
-
-Installs nothing, and starts no run. Of a script or recipe it runs the first steps on the host's machine alone, in a
-run folder that is removed afterwards: nothing else tells how large and how fast its model is.
-"""
+"""`potluck up --check`: shows the problems of each machine, its speed, the rate of its link, and a plan."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
-import msgspec
-from msgspec import Struct
-from msgspec.structs import replace
 
-from potluck import checked
-from potluck.errors import MachineError
 from potluck.fleet.bootstrap import FleetNeeds
+from potluck.fleet.checking import FleetCheck
 from potluck.fleet.hostfiles import FleetFile, NamedMachine
 from potluck.fleet.launching import HostWork
-from potluck.fleet.remote import RemoteTask
+from potluck.fleet.local import HERE
 from potluck.fleet.ssh import SshFleet
+from potluck.report.plan_table import plan_lines
 from potluck.report.screen import columns, show
 from potluck.report.table import table_lines
-from potluck.spec.events import RunStarted, StepEnded, from_json
-from potluck.spec.finding import BLOCKER, WARNING, Diagnosis, Finding
+from potluck.spec.finding import BLOCKER
 from potluck.spec.measured import Measured
-from potluck.spec.probed import Probed
 from potluck.units import bits_text, seconds_text
-
-PROBE_S, LINK_S = 3, 2
-ANSWER_S = 180.0
-"""For a command there. A busy machine takes a minute to import torch."""
-LISTEN_S = 600
-ENOUGH_STEPS, ENOUGH_S = 8, 6.0
-"""Steps of the script, and seconds of them, after which its speed is known."""
-
-
-class _TriedWork(Struct, frozen=True, kw_only=True):
-    """What the first steps of a script said about its model."""
-
-    name: str
-    parameters: int
-    batch: int
-    tokens_per_sample: int
-    samples_per_s: float
-    """While computing, on the host's machine."""
 
 
 def check(
@@ -62,248 +32,37 @@ def check(
 ) -> int:
     """Print findings, a row for each machine, and the plan; the exit status is 1 if a machine cannot be used.
 
-    `bind`: words for a listener on the host's machine. `work_on`: what the host would run, with run folders in this
-    folder; None: no script was given.
+    `bind` and `work_on` as for `FleetCheck.look`.
     """
-    from potluck.cli.up import HERE, show_findings
+    from potluck.cli.up import show_findings
 
     machines = [*([] if host else [NamedMachine(name=HERE)]), *fleet.machine]
-    host = host or HERE
     with tempfile.TemporaryDirectory(prefix="potluck-up-") as name:
         folder = Path(name)
         reached = SshFleet(machines, wanted, logs=folder)
-        checking = _Checking(reached, host, folder)
+        found = FleetCheck(reached, host or HERE, folder, lambda line: click.echo(line, err=True))
         try:
-            usable = reached.problems(lambda name, found: checking.findings.extend(found))
-            checking.measure(usable)
-            if host in checking.measured:
-                checking.measure_links(bind)
-                if work_on is not None:
-                    checking.try_work(work_on)
+            usable = found.look(bind, work_on)
         finally:
             reached.close()
-        show_findings(checking.findings)
-        header = ("machine", "state", "device", "probe, samples/s", "to the host", "round trip")
-        show(table_lines(header, checking.rows(machines, usable), right={3, 4, 5}), sys.stdout)
-        checking.plan()
-    return 1 if any(finding.severity == BLOCKER for finding in checking.findings) else 0
-
-
-class _Checking:
-    """What has been found so far."""
-
-    def __init__(self, fleet: SshFleet, host: str, folder: Path) -> None:
-        self._fleet, self._host, self._folder = fleet, host, folder
-        self.findings: list[Finding] = []
-        self.measured: dict[str, Measured] = {}
-        self._silent: set[str] = set()
-        self._tried: _TriedWork | None = None
-
-    def measure(self, usable: Sequence[str]) -> None:
-        """What `potluck doctor` and `potluck probe` say on each machine that has all they need.
-
-        One after the other where several names are one machine: together they would share its processor.
-        """
-        boxes: dict[str, list[str]] = {}
-        for name in usable:
-            reached = self._fleet.reach(name)
-            if reached.own or reached.facts.ready:  # else nothing is installed there yet, and this installs nothing
-                boxes.setdefault(reached.facts.box or name, []).append(name)
-        self.findings += [_one_machine(names) for names in boxes.values() if len(names) > 1]
-
-        def one_by_one(names: list[str]) -> None:
-            for name in names:
-                with self._told(name):
-                    diagnosis = checked.decode(self._answer(name, ["doctor", "--json"]), Diagnosis)
-                    self.findings += [replace(finding, machine=name) for finding in diagnosis.findings]
-                    machine = self._fleet.machine(name)
-                    given = {
-                        "device": machine.device,
-                        "threads": machine.threads,
-                        "micro-batch": machine.micro_batch,
-                    }
-                    words = ["probe", "--json", "--seconds", str(PROBE_S), "--name", name]
-                    words += [word for key, value in given.items() if value for word in (f"--{key}", str(value))]
-                    probed = checked.decode(self._answer(name, words), Probed)
-                    self.measured[name] = replace(probed.measured[0], host=name == self._host)
-
-        with ThreadPoolExecutor(max(1, len(boxes)), thread_name_prefix="potluck-measure") as pool:
-            list(pool.map(one_by_one, boxes.values()))
-
-    def measure_links(self, bind: Sequence[str]) -> None:
-        """The link between the host and each guest, one at a time, encrypted as in a run."""
-        guests = [name for name in self.measured if name != self._host]
-        if not guests:
-            return
-        words = ["probe", "--listen", "--no-device", "--no-iperf3", "--for", str(LISTEN_S), *bind]
-        listener = self._fleet.run(self._host, ["-m", "potluck", *words], self._folder / "listen.log")
-        try:
-            listener.shown.wait(ANSWER_S)
-            if not listener.shown_token:
-                why = _tail(self._folder / "listen.log")
-                self.findings += [self._no_way(name, f"nothing listens on {self._host}: {why}") for name in guests]
-                return
-            for name in guests:
-                words = ["probe", "--json", "--no-device", "--no-iperf3", "--seconds", str(LINK_S)]
-                with self._told(name):
-                    text = self._answer(name, [*words, "--token-file", "-"], feed=listener.shown_token + "\n")
-                    if not text:
-                        self.findings.append(self._no_way(name, _tail(self._folder / f"{name}-probe.log")))
-                        continue
-                    link = checked.decode(text, Probed).link
-                    if link is not None and link.idle is not None:
-                        self.measured[name] = replace(
-                            self.measured[name],
-                            link_bytes_per_s=link.slower_bytes_per_s,
-                            latency_s=link.idle.p50_s / 2,
-                        )
-        finally:
-            listener.end()
-
-    def try_work(self, work_on: Callable[[SshFleet, Path], HostWork]) -> None:
-        """Run the first steps of what the host would run, there and alone."""
-        remote = bool(self._fleet.machine(self._host).ssh)
-        facts = self._fleet.reach(self._host).facts
-        runs = Path(f"{facts.cache}/check-{facts.pid}") if remote else self._folder / "runs"
-        work = work_on(self._fleet, runs)
-        log = self._folder / "work.log"
-        with self._told(self._host):
-            link = self._fleet.prepare(self._host).link
-            for path, content in work.files.items():
-                link.put(path, content, log)
-            task = self._fleet.run(self._host, work.words, log, cwd=work.cwd)
-            try:
-                self._tried = _first_steps(task, log)
-                if self._tried is None:
-                    self.findings.append(self._not_tried(_tail(log)))
-            finally:
-                task.end(0.0)
-                remove = ["-c", "import shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)", str(runs)]
-                self._fleet.run(self._host, remove, log).wait(ANSWER_S)
-
-    @contextlib.contextmanager
-    def _told(self, name: str) -> Iterator[None]:
-        """Inside, a machine that fails becomes a finding."""
-        try:
-            yield
-        except MachineError as error:
-            self.findings += error.findings
-        except msgspec.DecodeError:
-            self._silent.add(name)
-            click.echo(f"{name}: did not answer within {ANSWER_S:.0f} s", err=True)
-
-    def _answer(self, name: str, words: Sequence[str], feed: str = "") -> str:
-        """The JSON that a command of Potluck prints there; empty if there is none."""
-        log = self._folder / f"{name}-{words[0]}.log"
-        log.unlink(missing_ok=True)
-        self._fleet.run(name, ["-m", "potluck", *words], log, feed=feed).wait(ANSWER_S)
-        text = log.read_text(encoding="utf-8") if log.exists() else ""
-        begin = text.find("{")
-        return text[begin:] if begin >= 0 else ""
-
-    def _no_way(self, name: str, why: str) -> Finding:
-        return Finding(
-            code="no-way-to-host",
-            severity=BLOCKER,
-            machine=name,
-            what=f"it cannot connect to the host, {self._host}",
-            how=why,
-            breaks="a guest there could not join",
-            fix=f"potluck doctor --listen   (on {self._host}; what it prints, typed on {name}, says who blocks)",
-        )
-
-    def _not_tried(self, why: str) -> Finding:
-        return Finding(
-            code="script-failed",
-            severity=BLOCKER,
-            machine=self._host,
-            what="the script did not come to its first steps there",
-            how=why,
-            breaks="the run would end in the same way",
-            fix="run it alone on the host's machine: potluck host SCRIPT",
-        )
-
-    # -- what is shown ----------------------------------------------------------------------------------
-
-    def rows(self, machines: Sequence[NamedMachine], usable: Sequence[str]) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = []
-        for machine in machines:
-            found = self.measured.get(machine.name, Measured(name=machine.name))
-            state = "to install" if machine.name in usable else "cannot be used"
-            state = "no answer" if machine.name in self._silent else state
-            state = "ready" if machine.name in self.measured else state
-            speed = f"{found.samples_per_s:.1f}" if found.samples_per_s else ""
-            link = bits_text(found.link_bytes_per_s) if found.link_bytes_per_s else ""
-            trip = seconds_text(2 * found.latency_s) if found.latency_s is not None else ""
-            rows.append((machine.name, state, found.device, speed, link, trip))
-        return rows
-
-    def plan(self) -> None:
-        """What the measured machines would reach together."""
-        from potluck.plan import advice, inputs, models
-        from potluck.report.plan_table import plan_lines
-
-        host = self.measured.get(self._host)
-        if host is None:
-            return
-        machines = list(self.measured.values())
-        tried = self._tried
-        if tried is not None and host.flops_per_s:
-            # The script was timed on the host only. The other machines are to the host as they are with the probe.
-            model = models.Model(
-                name=tried.name,
-                parameters=tried.parameters,
-                flops_per_sample=host.flops_per_s / tried.samples_per_s,
-                tokens_per_sample=tried.tokens_per_sample,
-            )
-            batch = tried.batch
-            machines = [replace(m, samples_per_s=None, model="", micro_batch=None) for m in machines]
-        else:
-            model = models.find(host.model or "gpt", host.sequence)
-            batch = models.batch_of(model, None, None)
-        table = {"measured": [msgspec.to_builtins(machine) for machine in machines]}
-        given = inputs.from_facts([("the measured machines", table)], model)
-        found = advice.plan(model.job(batch, "auto"), given.fleet, (), given.assumptions)
+    show_findings(found.findings)
+    header = ("machine", "state", "device", "probe, samples/s", "to the host", "round trip")
+    show(table_lines(header, _rows(found, machines, usable), right={3, 4, 5}), sys.stdout)
+    if (plan := found.plan()) is not None:
         click.echo("")
-        show(plan_lines(found, columns(), whole=not sys.stdout.isatty()), sys.stdout)
+        show(plan_lines(plan, columns(), whole=not sys.stdout.isatty()), sys.stdout)
+    return 1 if any(finding.severity == BLOCKER for finding in found.findings) else 0
 
 
-def _one_machine(names: Sequence[str]) -> Finding:
-    return Finding(
-        code="one-machine",
-        severity=WARNING,
-        machine=names[0],
-        what=f"{', '.join(names[1:])}: the same machine by another name",
-        how="the same number of its last start (boot_id), or the same name",
-        breaks="they share its processor: together they are no faster than one, whatever the plan below says",
-        fix=f"potluck up without {' '.join(names[1:])}",
-    )
-
-
-def _first_steps(task: RemoteTask, log: Path) -> _TriedWork | None:
-    """What the events in its log say, once there are enough of them; None if it never came to a step."""
-    began = 0.0
-    while True:
-        ended = task.wait(0.2) is not None
-        text = log.read_text(encoding="utf-8") if log.exists() else ""
-        lines = text.splitlines(keepends=True)
-        events = [from_json(line) for line in lines if line.startswith('{"event"') and line.endswith("\n")]
-        start = next((event for event in events if isinstance(event, RunStarted)), None)
-        steps = [event for event in events if isinstance(event, StepEnded)]
-        began = began or (time.monotonic() if steps else 0.0)
-        if ended or len(steps) >= ENOUGH_STEPS or (steps and time.monotonic() - began > ENOUGH_S):
-            break
-    rates = [machine.rate for step in steps for machine in step.machines if machine.role == "host" and machine.rate]
-    if start is None or not rates:
-        return None
-    return _TriedWork(
-        name=start.recipe,
-        parameters=start.trained_parameters,
-        batch=start.global_batch,
-        tokens_per_sample=round(start.tokens_per_sample or 1),
-        samples_per_s=rates[-1],
-    )
-
-
-def _tail(log: Path) -> str:
-    return " | ".join(log.read_text(encoding="utf-8").splitlines()[-3:])[-300:] if log.exists() else "no answer"
+def _rows(checked: FleetCheck, machines: Sequence[NamedMachine], usable: Sequence[str]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for machine in machines:
+        found = checked.measured.get(machine.name, Measured(name=machine.name))
+        state = "to install" if machine.name in usable else "cannot be used"
+        state = "no answer" if machine.name in checked.silent else state
+        state = "ready" if machine.name in checked.measured else state
+        speed = f"{found.samples_per_s:.1f}" if found.samples_per_s else ""
+        link = bits_text(found.link_bytes_per_s) if found.link_bytes_per_s else ""
+        trip = seconds_text(2 * found.latency_s) if found.latency_s is not None else ""
+        rows.append((machine.name, state, found.device, speed, link, trip))
+    return rows

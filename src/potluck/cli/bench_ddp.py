@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -11,24 +10,15 @@ from typing import TYPE_CHECKING, Unpack
 import click
 
 from potluck import checked
+from potluck.cli._files import check_writable, write_json
 from potluck.cli._options import given
-from potluck.cli.bench import (
-    BackendFlags,
-    check_backends,
-    check_device,
-    check_settings,
-    device_option,
-    is_rank,
-    joined,
-    rank_device,
-    start_ranks,
-    writable,
-    write_json,
-)
+from potluck.cli.bench import BackendFlags, device_option, joined, start_ranks
 from potluck.errors import ConfigError, UserError
+from potluck.fleet.ranks import is_rank
+from potluck.probe.groups import check_backends, check_device, check_settings, is_first, rank_device
 
 if TYPE_CHECKING:
-    from potluck.spec.ddp import DdpRow
+    from potluck.spec.ddp_rows import DdpRow
 
 _COUNTS = (1, 2, 4)
 _JOB = ("depth", "sequence", "batch", "global_batch", "steps")
@@ -89,8 +79,8 @@ def ddp(**flags: Unpack[DdpFlags]) -> None:
     Each process computes its own samples, so twice the processes do twice the work. With --global-batch all
     together compute the same samples for any number of processes, so the losses must agree. all-reduce is the time
     to reduce the gradients' bytes while nothing else runs. computed is 2(N-1)/N times those bytes, divided by the
-    measured rate of the link. exposed is the part that a step really waits for. Under torchrun, this process is one
-    of the ranks.
+    measured rate of the link. exposed is the part for which a step waits. Under torchrun, this process is one of
+    the ranks.
 
     \b
     Examples:
@@ -101,7 +91,7 @@ def ddp(**flags: Unpack[DdpFlags]) -> None:
       potluck bench ddp --device cuda --global-batch 16 --json gpu.json        on another machine
       potluck bench ddp --merge cpu.json gpu.json --plot table.png             one table of both
     """
-    from potluck.spec.ddp import share
+    from potluck.spec.ddp_rows import share
 
     json_file = flags["json_file"]
     _check_flags(flags)
@@ -110,7 +100,7 @@ def ddp(**flags: Unpack[DdpFlags]) -> None:
         return
     job = given(flags, _JOB)
     check_backends(flags["backend"], flags["against"], flags["device"])
-    writable(json_file)
+    check_writable(json_file)
     names = [name for name in (flags["backend"], flags["against"]) if name]
     if is_rank():
         _train(names, job, flags)
@@ -118,7 +108,7 @@ def ddp(**flags: Unpack[DdpFlags]) -> None:
     counts = _counts(flags["processes"], flags["device"])
     for count in [*counts, *([2] if flags["lab_mbit"] is not None else [])]:
         share(flags["global_batch"] or count, count)
-    check_settings(flags, max(counts))
+    check_settings(names, max(counts))
     check_device(flags["device"], max(counts), names)
     rows: list[DdpRow] = []
     with tempfile.TemporaryDirectory(prefix="potluck-bench-") as folder:
@@ -154,12 +144,12 @@ def _check_flags(flags: DdpFlags) -> None:
 
 def _merge(files: tuple[Path, ...], json_file: str | None, plot: Path | None) -> None:
     from potluck.report import ddp_table
-    from potluck.spec.ddp import AGAIN, from_json, merged
+    from potluck.spec.ddp_rows import AGAIN, from_json, merged
 
     texts = [checked.read_text(file, missing=AGAIN, example=AGAIN) for file in files]
     rows = merged([(str(file), from_json(text, str(file))) for file, text in zip(files, texts)])
     if json_file:
-        writable(json_file)
+        check_writable(json_file)
         write_json(json_file, rows)
     if plot is not None:
         ddp_table.draw(plot, rows)
@@ -176,16 +166,14 @@ def _add(rows: list[DdpRow], more: list[DdpRow], json_file: str | None) -> None:
 
 def _train(names: list[str], job: dict[str, int], flags: DdpFlags) -> None:
     """Train as one of the ranks, on one backend after the other."""
-    import torch.distributed as dist
-
     from potluck.probe import slowest_link
     from potluck.probe.ddp import DdpJob, train
 
     device, json_file = rank_device(flags["device"]), flags["json_file"]
     with joined(names, flags["parent"], device) as (groups, store):
-        between = slowest_link.slowest(store, dist.get_rank(), dist.get_world_size())
+        between = slowest_link.slowest(store)
         found = [train(DdpJob(**job), name, device, between, group) for name, group in groups.items()]
-        if dist.get_rank() == 0:
+        if is_first():
             if json_file:
                 write_json(json_file, found)
             else:
@@ -212,7 +200,7 @@ def _in_the_lab(names: list[str], mbit: float, job: dict[str, int], folder: Path
 
 
 def _read(out: Path) -> list[DdpRow]:
-    from potluck.spec.ddp import from_json
+    from potluck.spec.ddp_rows import from_json
 
     return list(from_json(out.read_text(encoding="utf-8"), "the ranks' result"))
 
@@ -240,7 +228,7 @@ def _say(row: DdpRow, first: bool, json_file: str | None) -> None:
     from potluck.report.text import fitted
     from potluck.units import seconds_text
 
-    if json_file == "-" or os.environ.get("RANK", "0") != "0":
+    if json_file == "-" or not is_first():
         return
     columns = "{:>9} {:>8} {:>7} {:>10} {:>9} {:>11} {:>10} {:>9} {:>9}"
     if first:

@@ -6,7 +6,6 @@ import contextlib
 import re
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -17,22 +16,19 @@ from msgspec.structs import replace
 from potluck import checked
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
+from potluck.cli._files import write_json
+from potluck.env import runs_folder
 from potluck.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
-    from potluck.doctor.facts.machine import Wanted
+    from potluck.doctor.facts.collecting import Wanted
     from potluck.doctor.log_text import Part
     from potluck.spec.facts import Case, Facts
     from potluck.spec.finding import Diagnosis, LogReading
 
     LogParts = tuple[list[Part], int]
-    """A log in parts, and how many bytes were left out of it."""
+    """The parts of a log, and the number of bytes left out of it."""
 
-_MOST_FACTS_BYTES = 16 << 20
-LIMIT_S = 20.0
-"""Time limit of one `potluck doctor`, as the docs promise."""
-_LAST_S = 2.0
-"""The part of LIMIT_S kept for starting, for the end of a failed handshake and for printing."""
 UNKNOWN_FAILURE = 2
 """Exit status for a log with an unknown failure; the same as for a file that is not a log."""
 _OF_A_RUN = ("manifest.json", "events.jsonl", "checkpoints")
@@ -53,7 +49,7 @@ class DoctorFlags(options.ListenFlags):
 @click.command()
 @click.argument("target", metavar="[ADDRESS|TOKEN]", required=False)
 @options.listen_options(
-    listen="Wait for the other machine: print a token and answer whoever connects with it.",
+    listen="Wait for the other machine: print a token and answer machines that connect with it.",
     port="Port that you plan to use (default: a free one).",
 )
 @click.option(
@@ -103,7 +99,10 @@ def doctor(settings: Settings, /, target: str | None, **flags: Unpack[DoctorFlag
     # Read before anything slow, so that a typing error is reported at once.
     log = _log_parts(flags["log"]) if flags["log"] is not None else None
     if flags["facts"] is not None:
-        return _finish(_recorded(flags["facts"]), flags, log)
+        from potluck.spec.facts import case_of
+
+        hint = "make one with: potluck doctor --save FILE"
+        return _finish(case_of(checked.read_json(flags["facts"], what="a facts file", hint=hint)), flags, log)
     wanted = _wanted(settings, flags)
     with _progress() as say:
         case = _look(target, flags, wanted, say)
@@ -153,7 +152,7 @@ def _check_target(target: str, flags: DoctorFlags) -> None:
 
 
 def _wanted(settings: Settings, flags: DoctorFlags) -> Wanted:
-    from potluck.doctor.facts.machine import Wanted
+    from potluck.doctor.facts.collecting import Wanted
 
     run = flags["run"]
     if run is not None and not run.is_dir():
@@ -167,7 +166,7 @@ def _wanted(settings: Settings, flags: DoctorFlags) -> Wanted:
             else "see your run folders with: ls runs",
         )
     return Wanted(
-        runs=flags["runs"] or settings.environment.runs or Path("runs"),
+        runs=runs_folder(flags["runs"], settings.environment),
         port=flags["port"],
         run=run,
         cluster=flags["cluster"],
@@ -187,40 +186,14 @@ def _count(text: str | None) -> int | None:
 
 def _look(target: str | None, flags: DoctorFlags, wanted: Wanted, say: Callable[[str], None]) -> Case:
     from potluck.cli._target import address_of, token_text
-    from potluck.doctor.facts.machine import collect
-    from potluck.doctor.facts.system import System
-    from potluck.probe.meeting import meet, try_address
-    from potluck.spec.facts import Case
+    from potluck.probe.meeting import look
     from potluck.wire.token import decode
 
     text = token_text(target, flags["token_file"])
     # Before anything slow, so that a typing error is reported at once.
     token = decode(text) if text is not None else None
     address = address_of(target, "doctor") if target and token is None else None
-    system, end = System(), time.monotonic() + LIMIT_S - _LAST_S
-    here = collect(wanted, system, say)
-    if token is not None:
-        left_s = max(0.0, end - time.monotonic())
-        between, there = meet(here, token, system, say, back_port=flags["port"] or 0, limit_s=left_s)
-        return Case(here=here, there=there, between=between)
-    if address is not None:
-        return Case(here=here, between=try_address(here, *address, system, say))
-    return Case(here=here)
-
-
-def _recorded(path: Path) -> Case:
-    from potluck.spec.facts import from_json
-
-    try:
-        if path.stat().st_size > _MOST_FACTS_BYTES:
-            raise UserError(
-                f"{path} is too large to be a facts file", hint="make one with: potluck doctor --save FILE"
-            )
-        return from_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror or error}", hint="make one with: potluck doctor --save FILE"
-        ) from None
+    return look(wanted, say, token=token, address=address, back_port=flags["port"] or 0)
 
 
 def _log_parts(path: Path) -> LogParts:
@@ -233,7 +206,7 @@ def _log_parts(path: Path) -> LogParts:
 
 
 def _reading(case: Case, flags: DoctorFlags, log: LogParts | None) -> LogReading | None:
-    """What was found in the log, if one was given."""
+    """The findings of the log, if one was given."""
     from potluck.doctor.log import read_log
 
     if log is None:
@@ -248,7 +221,8 @@ def _finish(case: Case, flags: DoctorFlags, log: LogParts | None = None) -> int:
 
     diagnosis = replace(examine(case), log=_reading(case, flags, log))
     if flags["save"] is not None:
-        _save(flags["save"], case)
+        write_json(flags["save"], case)
+        click.echo(f"wrote {flags['save']}", err=True)
     _show(case, diagnosis, flags["as_json"])
     return _status(diagnosis)
 
@@ -274,16 +248,6 @@ def _status(diagnosis: Diagnosis) -> int:
     return 1 if log.explained else UNKNOWN_FAILURE
 
 
-def _save(path: Path, case: Case) -> None:
-    from potluck import durable
-
-    try:
-        durable.replace(path, checked.to_json(case) + "\n", what="facts")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}", hint="choose another file") from None
-    click.echo(f"wrote {path}", err=True)
-
-
 def _listen(here: Facts, flags: DoctorFlags) -> int:
     """Answer the other machine until time or Ctrl-C ends it."""
     from potluck.cli._listening import serve, visited
@@ -295,7 +259,7 @@ def _listen(here: Facts, flags: DoctorFlags) -> int:
         listener = Listener(listening.socket, here)
         try:
             _finish(Case(here=here), flags)
-            listener.visited = visited("came to look")
+            listener.visited = visited("connected to check the link")
             serve(listening, "doctor", listener.serve, flags["for_s"], token_on_stderr=flags["as_json"])
         finally:
             listener.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
@@ -10,10 +11,10 @@ import click
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
 from potluck.cli._options import TrainFlags
-from potluck.cli._runs import runs_folder
-from potluck.cli._sharing import Sharing
 from potluck.cli.train import recipe_spec, run_recipe
+from potluck.env import runs_folder
 from potluck.errors import UserError
+from potluck.sinks import say
 
 
 @click.command(context_settings={"ignore_unknown_options": False})
@@ -66,64 +67,43 @@ def host(
     Several GPUs in this machine, one process each:
       torchrun --standalone --nproc-per-node 2 -m potluck host my_train.py
     """
-    settings.launched = flags["launched"]
-    if what.endswith(".py") or "/" in what:
+    from potluck.fleet.script import is_script
+
+    if is_script(what):
         run_script(settings, Path(what), arguments, send, flags)
         return
     if arguments:
         raise UserError("a recipe takes no arguments", hint="use settings instead, for example --set warmup=50")
     spec = recipe_spec(settings, what, flags, command="host")
-    run_recipe(settings, spec, flags["view"], _sharing(flags))
-
-
-def _sharing(flags: TrainFlags) -> Sharing:
-    return Sharing(token_file=flags["token_file"], lan=flags["lan"], qr=flags["qr"])
+    run_recipe(settings, replace(spec, guests=0), flags)
 
 
 def run_script(
     settings: Settings, path: Path, arguments: tuple[str, ...], send: tuple[Path, ...], flags: TrainFlags
 ) -> None:
     from potluck.cli import _session
-    from potluck.fleet.running import running
-    from potluck.fleet.script import imports_of, not_sent, read_script, run_file
-    from potluck.train.context import HOST
-    from potluck.train.ending import Interrupted
-    from potluck.train.folder import find_run, open_folder
-    from potluck.train.session import RunSpec
+    from potluck.fleet.script import described, read_script
+    from potluck.fleet.script_errors import host_script
+    from potluck.train.run_specs import script_spec
 
     script = read_script(path, send, arguments)
-    imports = imports_of(script, path.resolve().parent)
+    source, lacking = described(script, path.resolve().parent)
     unused = options.given(flags, options.RECIPE_FLAGS)
     if unused or flags["more"]:
         names = ", ".join(f"--{n.replace('_', '-')}" for n in unused) or "--set"
         raise UserError(f"{names} works only with a recipe", hint="set these in your script instead")
-    runs = runs_folder(settings, flags["runs"])
-    resume = find_run(str(flags["resume"]), runs) if flags["resume"] is not None else None
     in_run, _ = options.read_config_file(flags["config_file"], None)
-    before = open_folder(resume).read_manifest().settings_to_resume() if resume is not None else {}
     sends = [word for file in send for word in ("--send", str(file))]
-    spec = RunSpec(
-        role=HOST,
-        config=options.run_config({**before, **in_run}, flags),
-        what=path.name,
-        source=script.source(imports),
-        files=script.contents,
-        resume=resume,
-        runs=runs,
+    spec = script_spec(
+        path.name,
+        options.run_settings(in_run, flags),
+        runs=runs_folder(flags["runs"], settings.environment),
+        resume=str(flags["resume"]) if flags["resume"] is not None else None,
         again=_session.resumed_by("host", str(path), *sends, arguments=arguments),
     )
-    if (files := not_sent(imports)) and flags["view"] != "quiet":
-        more = " ".join(f"--send {file}" for file in files)
-        _session.say(f"warning: {path.name} imports {', '.join(files)}, which guests will lack: add {more}")
-    try:
-        with _session.session(settings, spec, flags["view"], _sharing(flags)) as session, running(path.name):
-            try:
-                run_file(path, arguments)
-            except SystemExit as left:
-                # Asked for its help it has done what it should; else sys.exit() is an end like any other.
-                if left.code not in (None, 0) or {"-h", "--help"} & set(arguments):
-                    raise
-            session.check_began()
-    except Interrupted as stop:
-        _session.say_resume(session, stop)
-        raise
+    if lacking and flags["view"] != "quiet":
+        more = " ".join(f"--send {file}" for file in lacking)
+        say(f"warning: {path.name} imports {', '.join(lacking)}, which guests will lack: add {more}")
+    spec = replace(spec, source=source, files=script.contents)
+    with _session.session(settings, spec, flags) as session:
+        host_script(session, path, arguments)

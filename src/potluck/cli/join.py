@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import select
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -16,18 +14,10 @@ import click
 
 from potluck.cli._app import Settings
 from potluck.cli._options import duration, shared
-from potluck.errors import RefusedError, TokenError
-from potluck.units import seconds_text
+from potluck.errors import TokenError
 
 if TYPE_CHECKING:
     from potluck.wire.token import Token
-
-ANSWERS_S = 30.0
-"""How long a host may take to answer, at least."""
-LOOK_S = 0.2
-SETTLES_S = 10.0
-"""A host that refuses a token has written its own to the file by then."""
-_MOST_TOKEN_BYTES = 4096
 
 
 class JoinFlags(TypedDict):
@@ -92,104 +82,55 @@ def join(
     """Join a run with this machine. TOKEN is the text that the host printed, or its code for this network.
 
     The host's script runs on this machine: join only runs of people you trust. Without TOKEN, the token is read
-    from --token-file, then from the variable POTLUCK_TOKEN. Otherwise potluck lists the runs that it sees in this
+    from --token-file, then from the variable POTLUCK_TOKEN. Otherwise potluck lists the runs that it finds in this
     network (those of `potluck host --lan`) and asks for the code or the token.
 
     \b
     Examples:
       potluck join potluck3-…
       potluck join                            look in this network, and ask
-      potluck join 12-maple-otter             the same without a question
+      potluck join 12-maple-otter             the same without asking
       potluck join --token-file token.txt --device cpu --threads 4
       potluck join --token-file token.txt --wait 10m    the host may write the file later
     """
-    from potluck.fleet.awake import awake
+    from potluck.fleet import joining
     from potluck.fleet.life import leased
-    from potluck.wire.token import decode
+    from potluck.train.awake import awake
 
-    from_stdin, posix = not token and str(token_file) == "-", os.name == "posix"
+    wait_s, from_stdin, posix = flags["wait_s"], not token and str(token_file) == "-", os.name == "posix"
     if from_stdin and not posix:
-        token = _line_of_stdin()  # before `leased`, which reads stdin to its end on such systems
+        token = joining.token_on_stdin()  # before `leased`, which reads stdin to its end on such systems
     # Before anything slow: whatever this process waits for, it must not outlive who started it.
     with leased(parent), awake():
         if from_stdin and posix:
-            if not select.select([0], [], [], 0)[0]:
-                # torch takes seconds, and the token may come only then. Every optimizer imports its compiler.
-                import torch._dynamo  # noqa: F401
-
-                import potluck.fleet.received  # noqa: F401
-
-            token = _line_of_stdin()  # empty if the process that started this dies first
+            joining.import_until_stdin()
+            token = joining.token_on_stdin()  # empty if the process that started this dies first
         began = time.monotonic()
-        text = _find_token(token, token_file, settings, flags["wait_s"] or 0.0)
-        # A run that was killed leaves its file behind; the next one replaces it.
-        file = token_file if not token and flags["wait_s"] else None
-        while True:
-            try:
-                left_s = _left(flags["wait_s"], time.monotonic() - began)
-                return _serve(settings, decode(text), flags, left_s, partial(_look_again, file, text))
-            except RefusedError as error:
-                new = _replaced_within(file, text, SETTLES_S)
-                if not new:
-                    raise
-                click.echo(error.what, err=True)
-                text = new
-            except _NewToken as new_token:
-                text = new_token.text
-            click.echo(f"{token_file} has a new token: joining that run", err=True)
+        return joining.join_as_replaced(
+            _find_token(token, token_file, settings, wait_s or 0.0),
+            partial(_serve, settings, flags),
+            file=token_file if not token and wait_s else None,
+            wait_s=wait_s,
+            began=began,
+            tell=_tell,
+        )
 
 
-class _NewToken(Exception):
-    """The token file was replaced."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.text = text
-
-
-def _look_again(path: Path | None, text: str) -> None:
-    """Raises _NewToken if the file holds another token than this."""
-    if new := _replaced_within(path, text, 0.0):
-        raise _NewToken(new)
-
-
-def _replaced_within(path: Path | None, text: str, seconds: float) -> str:
-    """The token that has replaced this one in the file; empty if none has after these seconds."""
-    deadline = time.monotonic() + seconds
-    while path is not None:
-        with suppress(OSError, UnicodeDecodeError):
-            if (found := path.read_text(encoding="utf-8").strip()) and found != text:
-                return found
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(LOOK_S)
-    return ""
-
-
-def _left(wait_s: float | None, waited_s: float) -> float | None:
-    """How long the host may take to answer, after a wait for the token; None: the default."""
-    return None if wait_s is None else max(wait_s - waited_s, min(wait_s, ANSWERS_S))
-
-
-def _line_of_stdin() -> str:
-    """The first line, without a byte of what follows it."""
-    line = b""
-    while len(line) < _MOST_TOKEN_BYTES and not line.endswith(b"\n") and (byte := os.read(0, 1)):
-        line += byte
-    if not line.strip():
-        raise TokenError("standard input has no token", hint="its first line must be the token")
-    return line.decode(errors="replace")
+def _tell(line: str) -> None:
+    click.echo(line, err=True)
 
 
 def _find_token(token: str | None, token_file: Path | None, settings: Settings, wait_s: float) -> str:
     from potluck.cli import _by_code
+    from potluck.fleet.joining import token_in
+    from potluck.wire.by_code import token_by_code
     from potluck.wire.code import parse_code
 
     if token:
         code = parse_code(token)
-        return token if code is None else _by_code.token_by_code(code)
+        return token if code is None else token_by_code(code, _tell)
     if token_file is not None:
-        return _read_token(token_file, wait_s)
+        return token_in(token_file, wait_s, _tell)
     if settings.environment.token:
         return settings.environment.token
     if sys.stdin.isatty():
@@ -201,45 +142,20 @@ def _tell_page(view: str) -> Callable[[str], None]:
     return lambda url: None if view == "quiet" else click.echo(f"See it in a browser: {url}", err=view == "json")
 
 
-def _read_token(path: Path, wait_s: float) -> str:
-    """The token in a file, which the host may write only later. The host's rename lets it appear whole."""
-    deadline = time.monotonic() + wait_s
-    told = False
-    while True:
-        try:
-            if text := path.read_text(encoding="utf-8").strip():
-                return text
-            found: Exception | str = "it is empty"
-        except FileNotFoundError as error:
-            found = error
-        except (OSError, UnicodeDecodeError) as error:
-            found, deadline = error, 0.0
-        if time.monotonic() >= deadline:
-            raise TokenError(
-                f"cannot read a token from {path}: {found}",
-                hint="the host writes it with --token-file, and into its run folder as `token`"
-                + ("" if wait_s else "; to wait for the file, add --wait 10m"),
-            )
-        if not told:
-            click.echo(f"waiting for {path} ({seconds_text(wait_s)} at most)", err=True)
-            told = True
-        time.sleep(min(LOOK_S, wait_s))
-
-
 def _serve(
-    settings: Settings, token: Token, flags: JoinFlags, wait_s: float | None, replaced: Callable[[], None]
+    settings: Settings, flags: JoinFlags, token: Token, wait_s: float | None, before_again: Callable[[], None]
 ) -> int:
-    """Connect, build the host's model and compute until the run is over; returns the exit status.
+    """Connect, build the host's model and compute until the run is over. Returns the exit status.
 
-    `replaced` is called while the host does not answer.
+    `before_again` is called while the host does not answer.
     """
     from potluck.device import pick
+    from potluck.env import machine_name
     from potluck.fleet.received import run_work
     from potluck.report.guest_view import GuestView
     from potluck.sinks import guarded
     from potluck.spec.config import RunConfig
     from potluck.train.guest_session import RUN_FAILED, compute, connect
-    from potluck.train.session import machine_name
 
     config = RunConfig(name=flags["name"], micro_batch=flags["micro_batch"])
     device = pick(
@@ -256,12 +172,12 @@ def _serve(
         token,
         config=config,
         device=device,
-        name=machine_name(config, settings.environment),
+        name=machine_name(config.name, settings.environment),
         view=view,
         wait_s=wait_s,
         give_up_s=flags["give_up_s"],
         records=flags["runs"],
-        before_again=replaced,
+        before_again=before_again,
     )
     if compute(context, lambda: run_work(context, flags["script"], view.runs), view) == RUN_FAILED:
         click.echo("the run failed on its host; see the host's terminal for the reason", err=True)

@@ -21,7 +21,7 @@ VERBS: dict[str, Verb] = {
 
 @click.group(cls=LazyGroup, verbs=VERBS)
 def lab() -> None:
-    """Emulate machines and the links between them on one Linux box, and compare training strategies.
+    """Emulate machines and the links between them on one Linux machine, and compare training strategies.
 
     A rig describes the machines. RIG is the name of a built-in rig or the path of a TOML file.
 
@@ -50,8 +50,8 @@ def list_(as_json: bool) -> None:
       potluck lab list --json
     """
     from potluck.lab import rigs
+    from potluck.plan import about
     from potluck.report import lab_picture, screen
-    from potluck.spec import about
 
     found = [(rig, about.facts(rig)) for rig in map(rigs.load, rigs.NAMES)]
     if as_json:
@@ -76,8 +76,8 @@ def show(rig: str, as_toml: bool, as_json: bool) -> None:
       potluck lab show home-pair --toml > mine.toml
     """
     from potluck.lab import rigs
+    from potluck.plan import about
     from potluck.report import lab_picture, screen
-    from potluck.spec import about
 
     if as_toml and as_json:
         raise click.UsageError("--toml cannot be combined with --json")

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from potluck import checked
+from potluck.cli._app import Settings
+from potluck.cli._files import check_writable, write_text
+from potluck.env import runs_folder
+from potluck.spec.fleet import POTLUCK
 
 if TYPE_CHECKING:
-    from potluck.lab.bench import BenchOutcome
+    from potluck.lab.comparison import BenchOutcome
     from potluck.lab.stage import Progress, Report
-    from potluck.spec.faults import FaultPlan
-    from potluck.spec.rig import Rig
 
 
 @click.command()
@@ -50,7 +52,10 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Inject faults: sleepy-laptop, bad-wifi, power-cut or a TOML file. Only potluck is affected.",
 )
+@click.pass_obj
 def bench(
+    settings: Settings,
+    /,
     rig: str,
     strategies: tuple[str, ...],
     steps: int | None,
@@ -74,20 +79,25 @@ def bench(
       potluck lab bench home-pair --html home-pair.html --row
     """
     from potluck.lab import rigs
-    from potluck.lab.bench import bench as run
-    from potluck.lab.bench import check_strategies
+    from potluck.lab.comparison import bench as run
+    from potluck.lab.comparison import check_strategies, loopback_strategies, new_folder, put_up, without_faults
+    from potluck.lab.faults import load_for
 
     fleet = rigs.load(rig)
     if steps is not None:
         fleet = fleet.with_steps(steps)
-    plan = faults_for(fleet, faults, strategies) if faults is not None else None
-    if plan is not None and not strategies:
-        strategies = ("potluck",)
-    names = on_loopback(strategies) if loopback else check_strategies(strategies)
-    folder = out or Path("runs") / "lab" / f"{fleet.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    prepare(folder, json_file, html)
+    plan = load_for(faults, fleet) if faults is not None else None
+    if plan is not None and (others := without_faults(strategies := strategies or (POTLUCK,))):
+        click.echo(f"faults affect only potluck; these run without faults: {', '.join(others)}", err=True)
+    if loopback and not strategies:
+        click.echo("with --loopback only solo and potluck run: DDP's machines connect past the proxy", err=True)
+    names = loopback_strategies(strategies) if loopback else check_strategies(strategies)
+    runs = runs_folder(None, settings.environment)
+    folder = out or runs / "lab" / f"{fleet.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    check_writable(json_file, html)
+    new_folder(folder)
     try:
-        with make_box(fleet, loopback=loopback, detours=plan is not None) as box, progress() as report:
+        with put_up(fleet, loopback=loopback, detours=plan is not None) as box, progress() as report:
             measured = run(fleet, names, box, folder.resolve(), report, plan)
     except KeyboardInterrupt:
         click.echo(f"logs of what has run: {folder}", err=True)
@@ -95,18 +105,7 @@ def bench(
     table = checked.to_json(measured.results)
     (folder / "results.json").write_text(table + "\n")
     pictures = [] if no_plots else write_plots(folder, measured)
-    if json_file == "-":
-        click.echo(table)
-    else:
-        if json_file is not None:
-            Path(json_file).write_text(table + "\n")
-        show(measured)
-    if html is not None:
-        from potluck.cli.report import write_page
-        from potluck.web.document import document
-        from potluck.web.lab_page import lab_page
-
-        write_page(html, document(lab_page(measured.results, measured.outcomes)))
+    _show(measured, table, json_file, html)
     if row:
         from potluck.report.rows import lab_row
 
@@ -117,76 +116,21 @@ def bench(
         sys.exit(1)
 
 
-def on_loopback(strategies: tuple[str, ...]) -> list[str]:
-    """The strategies that can run behind a proxy. In the others, machines connect to each other, past it."""
-    from potluck.errors import UserError
-    from potluck.lab.bench import check_strategies
-    from potluck.spec.fleet import POTLUCK, SOLO
-
-    able = [SOLO, POTLUCK]
-    if unable := [name for name in strategies if name in check_strategies(strategies) and name not in able]:
-        raise UserError(
-            f"{', '.join(unable)} cannot run with --loopback: its machines connect to each other, past the proxy",
-            hint="leave --loopback out (Linux with network namespaces), or choose --strategy potluck",
-        )
-    if not strategies:
-        click.echo("with --loopback only solo and potluck run: DDP's machines connect past the proxy", err=True)
-    return check_strategies(strategies or able)
-
-
-def faults_for(fleet: Rig, name_or_path: str, strategies: tuple[str, ...]) -> FaultPlan:
-    """The fault plan, checked against the rig. A message says which strategies run without faults."""
-    from potluck.errors import ConfigError, UserError
-    from potluck.lab import faults
-    from potluck.lab.bench import check_strategies
-    from potluck.spec.fleet import POTLUCK, SOLO
-
-    plan = faults.load(name_or_path)
-    try:
-        plan = plan.on(fleet)
-    except ConfigError as error:
-        raise ConfigError(f"{name_or_path}: {error.what}", hint=error.hint) from error
-    chosen = check_strategies(strategies) if strategies else [POTLUCK]
-    if POTLUCK not in chosen:
-        raise UserError(
-            "--faults affects only potluck, which is not among the strategies", hint="add --strategy potluck"
-        )
-    if others := [name for name in chosen if name not in (POTLUCK, SOLO)]:
-        click.echo(f"faults affect only potluck; these run without faults: {', '.join(others)}", err=True)
-    return plan
-
-
-def prepare(folder: Path, json_file: str | None, html: Path | None = None) -> None:
-    """Check that results can be written, before ten minutes of measuring."""
-    from potluck.errors import UserError
-
-    try:
-        for file in (json_file, html):
-            if file not in (None, "-"):
-                with open(str(file), "a", encoding="utf-8"):
-                    pass
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise UserError(f"{folder} is not empty", hint="give --out a new folder, so that logs do not mix")
-    except OSError as error:
-        what = f"cannot write {error.filename or folder}: {error.strerror or error}"
-        raise UserError(what, hint="give --out and --json paths that you can write to") from error
-
-
-def make_box(fleet: Any, *, loopback: bool, detours: bool = False) -> Any:
-    if loopback:
-        from potluck.lab.loopback import LoopbackBox
-
-        return LoopbackBox(fleet)
-    from potluck.lab.namespaces import NamespaceBox
-
-    return NamespaceBox(fleet, detours=detours)
-
-
-def show(measured: BenchOutcome) -> None:
+def _show(measured: BenchOutcome, table: str, json_file: str | None, html: Path | None) -> None:
     from potluck.report.lab_table import show_results
 
-    show_results(measured.results, sys.stdout)
+    if json_file == "-":
+        click.echo(table)
+    else:
+        if json_file is not None:
+            write_text(Path(json_file), table + "\n")
+        show_results(measured.results, sys.stdout)
+    if html is not None:
+        from potluck.web.document import document
+        from potluck.web.lab_page import lab_page
+
+        write_text(html, document(lab_page(measured.results, measured.outcomes)))
+        click.echo(f"wrote {html}", err=True)
 
 
 def write_plots(folder: Path, measured: BenchOutcome) -> list[Path]:
@@ -202,7 +146,7 @@ def write_plots(folder: Path, measured: BenchOutcome) -> list[Path]:
 
 @contextmanager
 def progress() -> Iterator[Report]:
-    """Bars on a terminal; elsewhere a line when a strategy begins and when it ends."""
+    """Progress bars on a terminal; elsewhere a line when a strategy begins and when it ends."""
     if not sys.stderr.isatty():
         yield _lines
         return

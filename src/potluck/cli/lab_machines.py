@@ -5,8 +5,6 @@ Commands that run at the same time share one rig.
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -14,8 +12,6 @@ import click
 if TYPE_CHECKING:
     from potluck.lab.namespaces import NamespaceBox
     from potluck.spec.rig import Machine, Rig
-
-_MOST_NAME = 64
 
 
 @click.command()
@@ -35,13 +31,14 @@ def shell(ctx: click.Context, rig: str, machine: str) -> None:
     """
     from potluck.lab import rigs
     from potluck.lab.namespaces import NamespaceBox
+    from potluck.lab.shell import run_shell
 
     found = rigs.load(rig)
     which = found.machine(machine)
     with NamespaceBox(found, shared=True) as box:
         for line in welcome(found, which, box):
             click.echo(line, err=True)
-        status = _run_shell(box, which)
+        status = run_shell(box, which)
     ctx.exit(status)
 
 
@@ -63,6 +60,7 @@ def exec_(ctx: click.Context, rig: str, machine: str, command: tuple[str, ...]) 
     """
     from potluck.lab import rigs
     from potluck.lab.namespaces import NamespaceBox
+    from potluck.lab.shell import environment
 
     # click takes everything after MACHINE as it is, so also the -- that says where COMMAND begins.
     words = command[1:] if command[0] == "--" else command
@@ -75,30 +73,20 @@ def exec_(ctx: click.Context, rig: str, machine: str, command: tuple[str, ...]) 
     ctx.exit(status)
 
 
-def environment(machine: Machine) -> dict[str, str]:
-    """Our environment, plus the variables that give Potluck this machine's name, speed and threads."""
-    variables = {**os.environ, "POTLUCK_NAME": machine.name[:_MOST_NAME]}
-    # One core each, as in a bench: emulated machines that took all of them would not keep their pace.
-    variables |= {"POTLUCK_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    here = os.path.dirname(sys.executable)
-    variables["PATH"] = os.pathsep.join([here, variables.get("PATH", os.defpath)])
-    if (device := _device(machine)) is not None:
-        variables["POTLUCK_DEVICE"] = device
-    return variables
-
-
 def welcome(rig: Rig, machine: Machine, box: NamespaceBox) -> list[str]:
     """The lines shown when a shell opens: this machine and the others."""
+    from potluck.lab.shell import paced_device
+
     address = box.address(machine.name)
     lines = [
         f"this is {machine.name}, {_article(machine.role)} of the rig {rig.name}, at {address}; leave it with exit"
     ]
-    if (device := _device(machine)) is not None:
+    if (device := paced_device(machine)) is not None:
         lines.append(
             f"  speed: {machine.seconds_per_sample:g} s a sample (--device {device}, set as POTLUCK_DEVICE)"
         )
     else:
-        lines.append("  speed: this box's own")
+        lines.append("  speed: this computer's own")
     lines.append(f"  link: {_link(machine)}")
     if machine.cpu_limit is not None:
         lines.append(f"  CPU: at most {machine.cpu_limit:g} cores")
@@ -120,28 +108,3 @@ def _link(machine: Machine) -> str:
     if machine.link_up_mbit is not None:
         speed = f"{machine.link_up_mbit:g} Mbit/s up, {machine.link_mbit:g} down"
     return f"{speed}, {machine.latency_ms:g} ms one way" if machine.latency_ms else speed
-
-
-def _device(machine: Machine) -> str | None:
-    return None if machine.seconds_per_sample is None else f"paced:{machine.seconds_per_sample:.12g}"
-
-
-def _run_shell(box: NamespaceBox, machine: Machine) -> int:
-    program = os.environ.get("SHELL") or "/bin/sh"
-    variables = environment(machine)
-    if os.path.basename(program) != "bash":
-        # Shells that read no file of ours take the prompt from here, unless the user's own file sets one.
-        return box.run(machine.name, [program], env={**variables, "PS1": f"({machine.name}) $ "})
-    file = _bash_start(machine.name)
-    try:
-        return box.run(machine.name, [program, "--rcfile", f"/dev/fd/{file}"], env=variables, files=[file])
-    finally:
-        os.close(file)
-
-
-def _bash_start(name: str) -> int:
-    """An in-memory startup file for bash: the user's ~/.bashrc, then a prompt with the machine's name."""
-    file = os.memfd_create("potluck-lab-shell")
-    words = f"[ -r ~/.bashrc ] && . ~/.bashrc\nPS1='({name}) '\"$PS1\"\nexec {file}<&-\n"
-    os.write(file, words.encode())
-    return file

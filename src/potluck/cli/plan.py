@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -12,14 +11,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from potluck import checked
-from potluck.errors import ConfigError, UserError
+from potluck.cli._files import write_json
+from potluck.errors import ConfigError
 
 if TYPE_CHECKING:
-    from potluck.plan.inputs import Given
+    from potluck.plan.fleet_inputs import Given
     from potluck.spec.fleet import Job
 
 _DEFAULT_MODEL = "gpt2-124m"
-_MOST_FACTS_BYTES = 64 << 20
+_MAKE_FACTS = "make one with: potluck probe --save FILE, or potluck doctor --save FILE"
 
 
 class PlanFlags(TypedDict):
@@ -150,7 +150,7 @@ def plan(
     else:
         table, lines = _plan(given, job, flags)
     if flags["save"] is not None:
-        _save(flags["save"], table)
+        write_json(flags["save"], table)
     if flags["as_json"]:
         click.echo(checked.to_json(table))
     else:
@@ -177,19 +177,10 @@ def _plan(given: Given, job: Job, flags: PlanFlags) -> tuple[Struct, list[Any]]:
     return found, plan_lines(found, screen.columns(), whole=not sys.stdout.isatty())
 
 
-def _save(path: Path, table: Struct) -> None:
-    from potluck import durable
-
-    try:
-        durable.replace(path, checked.to_json(table) + "\n", what="plan")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}", hint="choose another file") from error
-
-
 def _sweep(
     given: Given, job: Job, word: str, strategies: tuple[str, ...], plot: Path | None
 ) -> tuple[Struct, list[Any]]:
-    from potluck.plan import sweep as sweeps
+    from potluck.plan import variation as sweeps
     from potluck.plan.predict import check_strategies
     from potluck.report import plan_plot, screen
     from potluck.report.plan_table import sweep_lines
@@ -240,7 +231,7 @@ def _given(rig: str | None, flags: PlanFlags) -> tuple[Given, Job]:
 
 def _of_rig(name: str, flags: PlanFlags) -> tuple[Given, Job]:
     from potluck.lab import rigs
-    from potluck.plan.inputs import Given
+    from potluck.plan.fleet_inputs import Given
     from potluck.plan.rigs import fleet_of, job_of
 
     for flag, value in (("model", flags["model"]), ("sequence", flags["sequence"])):
@@ -259,30 +250,19 @@ def _of_rig(name: str, flags: PlanFlags) -> tuple[Given, Job]:
 
 
 def _of_machines(flags: PlanFlags) -> tuple[Given, Job]:
-    from potluck.plan import inputs, models
+    from potluck.plan import fleet_inputs, models
 
     model = models.find(flags["model"] or _DEFAULT_MODEL, flags["sequence"])
     batch = models.batch_of(model, flags["batch_tokens"], flags["batch"])
     job = model.job(batch, flags["codec"] or "auto", flags["bytes_"] or 4.0)
     words, precision = flags["machines"], flags["precision"]
-    tables = [(str(path), _read(path)) for path in flags["facts"]]
+    files = flags["facts"]
+    tables = [(str(file), checked.read_json(file, what="a facts file", hint=_MAKE_FACTS)) for file in files]
     if not tables:
-        return inputs.from_words(words, model, precision), job
+        return fleet_inputs.from_words(words, model, precision), job
     if not words:
-        return inputs.from_facts(tables, model, precision), job
-    return inputs.from_both(tables, words, model, precision), job
-
-
-def _read(path: Path) -> Any:
-    hint = "make one with: potluck probe --save FILE, or potluck doctor --save FILE"
-    try:
-        if path.stat().st_size > _MOST_FACTS_BYTES:
-            raise UserError(f"{path} is too large to be a facts file", hint=hint)
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}", hint=hint) from error
-    except (ValueError, RecursionError):
-        raise UserError(f"{path} is not a JSON file", hint=hint) from None
+        return fleet_inputs.from_facts(tables, model, precision), job
+    return fleet_inputs.from_both(tables, words, model, precision), job
 
 
 def _catalogue(as_json: bool) -> None:
@@ -291,7 +271,8 @@ def _catalogue(as_json: bool) -> None:
 
     if as_json:
         table = {
-            "devices": tuple(devices.DEVICES.values()),
+            "devices": tuple(devices.catalogue().values()),
+            "pages": devices.pages(),
             "links": tuple(links.LINKS.values()),
             "models": models.NAMES,
         }

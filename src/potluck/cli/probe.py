@@ -15,19 +15,21 @@ import click
 from potluck import checked
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
-from potluck.errors import ConfigError, PotluckError, UserError
+from potluck.cli._files import check_writable, write_json
+from potluck.errors import ConfigError
+from potluck.probe.groups import is_first, ranks_here
+from potluck.spec.collective_rows import check_results
 
 if TYPE_CHECKING:
     from potluck.probe.measuring import Measuring, Say
     from potluck.spec.probed import Probed
 
-LINK_S = 1.0
 _RECIPE_FLAGS = ("depth", "sequence", "data")
 _RUN_FLAGS = ("device", "threads", "name", "micro_batch")
 
 
 class ProbeFlags(options.ListenFlags):
-    """Beside these there are _RECIPE_FLAGS and _RUN_FLAGS, which only go into a config."""
+    """The flags besides _RECIPE_FLAGS and _RUN_FLAGS, which only go into a config."""
 
     seconds: float
     recipe: str
@@ -87,14 +89,14 @@ def probe(settings: Settings, /, target: str | None, **flags: Unpack[ProbeFlags]
       torchrun --nproc-per-node 2 -m potluck probe              collectives between these two
     """
     _check_flags(target, flags)
-    ranks = _ranks()
-    if ranks > 1 and (flags["listen"] or target or flags["token_file"]):
+    in_group = ranks_here() > 1
+    if in_group and (flags["listen"] or target or flags["token_file"]):
         raise ConfigError(
             "under torchrun, --listen, a token and an address are not used: the ranks measure each other",
             hint="torchrun --nproc-per-node 2 -m potluck probe, or potluck probe without torchrun",
         )
     work = _measuring(settings, target, flags)
-    if ranks > 1:
+    if in_group:
         _in_group(work, flags)
         return
     if flags["listen"]:
@@ -111,7 +113,7 @@ def _check_flags(target: str | None, flags: ProbeFlags) -> None:
     if flags["listen"] and (target or flags["token_file"]):
         raise ConfigError("--listen takes no address and no token", hint="potluck probe --help shows examples")
     options.check_listening("probe", flags, "bind", "port", "for")
-    if flags["no_device"] and not (flags["listen"] or target or flags["token_file"] or _ranks() > 1):
+    if flags["no_device"] and not (flags["listen"] or target or flags["token_file"] or ranks_here() > 1):
         raise ConfigError(
             "--no-device without a link leaves nothing to measure", hint="give a token, or leave --no-device out"
         )
@@ -119,32 +121,14 @@ def _check_flags(target: str | None, flags: ProbeFlags) -> None:
         raise ConfigError(
             "--save cannot be combined with --listen", hint="use --save on the machine that connects with the token"
         )
-    if flags["save"] is not None:
-        _check_place(flags["save"])
-
-
-def _check_place(path: Path) -> None:
-    """Check that the file can be written, before measuring."""
-    import os
-
-    folder = path.parent
-    why = ""
-    if not folder.is_dir():
-        why = f"there is no folder {folder}"
-    elif path.is_dir():
-        why = "it is a folder"
-    elif not os.access(folder, os.W_OK):
-        why = f"{folder} cannot be written to"
-    if why:
-        raise UserError(f"cannot write {path}: {why}", hint="choose another file")
+    check_writable(flags["save"])
 
 
 def _measuring(settings: Settings, target: str | None, flags: ProbeFlags) -> Measuring:
     """What to measure. Its settings are checked before anything slow starts."""
-    import socket
-
     from potluck.checked import build
     from potluck.cli._target import address_of, token_text
+    from potluck.env import machine_name
     from potluck.probe.measuring import Measuring
     from potluck.spec.config import RunConfig
     from potluck.wire.token import decode
@@ -154,10 +138,9 @@ def _measuring(settings: Settings, target: str | None, flags: ProbeFlags) -> Mea
     address = address_of(target, "probe") if target and token is None else None
     in_run, in_recipe = options.read_config_file(flags["config_file"], flags["recipe"])
     run = build(RunConfig, {**in_run, **options.given(flags, _RUN_FLAGS)})
-    name = run.name or settings.environment.name or socket.gethostname().split(".")[0] or "machine"
     table = {**in_recipe, **options.given(flags, _RECIPE_FLAGS), **options.pairs(flags["more"])}
     return Measuring(
-        name=name,
+        name=machine_name(run.name, settings.environment),
         seconds=flags["seconds"],
         with_device=not flags["no_device"],
         iperf3=not flags["no_iperf3"],
@@ -172,48 +155,15 @@ def _measuring(settings: Settings, target: str | None, flags: ProbeFlags) -> Mea
     )
 
 
-def _ranks() -> int:
-    """The number of ranks that torchrun or a cluster manager started; 1 without one."""
-    import os
-
-    given = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
-    return int(given[1]) if all(given) and given[1].isdigit() else 1
-
-
 def _in_group(work: Measuring, flags: ProbeFlags) -> None:
-    """Measure as one of several ranks: rank 0 its device while the others wait, then all of them collectives."""
-    import os
+    """Measure as one of the ranks that torchrun started; rank 0 shows the figures."""
+    from potluck.fleet.ranks import rank_leased
 
-    from potluck.cli.bench import check_backends, joined, rank_device
-    from potluck.probe.measuring import DEVICE_PART
-
-    first, seconds, backend = os.environ["RANK"] == "0", flags["seconds"], flags["backend"]
-    on = "cuda" if backend.lower() == "nccl" and work.device is None else work.device or "cpu"
-    check_backends(backend, None, on)
-    device = rank_device(on)
-    device_s = work.part_s(DEVICE_PART)
-    with contextlib.ExitStack() as stack:
-        say = stack.enter_context(_progress(seconds)) if first else _quiet
-        here = work.measure_device(device_s if first else 0.0, say)
-        say("starting the group")
-        with joined([backend], None, device) as (_, store):
-            import torch.distributed as dist
-
-            from potluck.probe import slowest_link
-            from potluck.probe.collectives import short
-
-            say("what the link between the ranks carries")
-            found = slowest_link.slowest(store, dist.get_rank(), dist.get_world_size(), seconds=LINK_S)
-            say("collectives")
-            rate, left_s = found.bytes_per_s_of(backend), max(1.0, seconds - device_s - LINK_S)
-            rows = short(seconds=left_s, link_bytes_per_s=rate, device=device)
-    if not first:
-        return
-    from potluck.spec.probed import Probed
-
-    _finish(Probed(here=here, collectives=tuple(rows), link_kind=found.kind), flags)
-    if wrong := sum(row.wrong for row in rows):
-        raise PotluckError(f"{wrong} elements of the results are wrong", hint="please report it, with the table")
+    with rank_leased(None), _progress(flags["seconds"]) if is_first() else contextlib.nullcontext(_quiet) as say:
+        probed = work.measure_in_group(flags["backend"], say)
+    if is_first():
+        _finish(probed, flags)
+        check_results(probed.collectives)
 
 
 def _quiet(words: str) -> None:
@@ -239,7 +189,7 @@ def _listen(work: Measuring, flags: ProbeFlags) -> None:
                 click.echo(checked.to_json(speed))
             elif speed.device:
                 show(device_lines(speed, columns()), sys.stdout)
-            server.visited = visited("came to measure")
+            server.visited = visited("connected to measure the link")
             serve(listening, "probe", server.serve, flags["for_s"], token_on_stderr=flags["as_json"])
         finally:
             server.close()
@@ -250,14 +200,7 @@ def _listen(work: Measuring, flags: ProbeFlags) -> None:
 
 def _finish(probed: Probed, flags: ProbeFlags) -> None:
     if flags["save"] is not None:
-        from potluck import durable
-
-        try:
-            durable.replace(flags["save"], checked.to_json(probed) + "\n", what="facts")
-        except OSError as error:
-            raise UserError(
-                f"cannot write {flags['save']}: {error.strerror or error}", hint="choose another file"
-            ) from None
+        write_json(flags["save"], probed)
     if flags["as_json"]:
         click.echo(checked.to_json(probed))
         return
@@ -284,7 +227,7 @@ def _next(probed: Probed, saved: Path | None) -> str:
     return command if saved is not None else f"run it again with --save facts.json, then {command}"
 
 
-class _Clock:
+class _Elapsed:
     """Time spent measuring so far, without preparation."""
 
     _READYING = ("starting", "preparing", "looking")
@@ -311,9 +254,9 @@ def _progress(seconds: float) -> Iterator[Say]:
     from rich.progress import Progress, ProgressColumn, Task, TextColumn
     from rich.progress_bar import ProgressBar
 
-    clock = _Clock()
+    clock = _Elapsed()
 
-    class Bar(ProgressColumn):
+    class _ElapsedBar(ProgressColumn):
         def render(self, task: Task) -> ProgressBar:
             return ProgressBar(total=max(seconds, 0.1), completed=min(clock.done_s, 0.99 * seconds), width=24)
 
@@ -322,6 +265,6 @@ def _progress(seconds: float) -> Iterator[Say]:
         bar.update(task, description=words[:48])
 
     words = TextColumn("{task.description}", markup=False)
-    with Progress(Bar(), words, console=Console(stderr=True), transient=True, refresh_per_second=5) as bar:
+    with Progress(_ElapsedBar(), words, console=Console(stderr=True), transient=True, refresh_per_second=5) as bar:
         task = bar.add_task("starting", total=None)
         yield say

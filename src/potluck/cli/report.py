@@ -11,7 +11,8 @@ from msgspec import structs
 
 from potluck import checked
 from potluck.cli._app import Settings
-from potluck.cli._runs import runs_folder
+from potluck.cli._files import write_text, written
+from potluck.env import runs_folder
 from potluck.errors import UserError
 from potluck.report.curve import loss_curve_png, loss_curve_text
 from potluck.report.planned import planned_step_s
@@ -64,7 +65,7 @@ def report(
       potluck report runs/ID --html         the page of `potluck host --web`, as the file ID.html
       potluck report ID --plan plan.json    compare with `potluck plan --save plan.json`
     """
-    folder = find_run(run, runs_folder(settings))
+    folder = find_run(run, runs_folder(None, settings.environment))
     events = read_events(folder)
     summary = summarize(events)
     planned_s = planned_step_s(plan_file, folder, alone=len(summary.machines) < 2)
@@ -87,24 +88,15 @@ def report(
         from potluck.web.document import document, state_of
 
         file = Path(f"{folder.resolve().name}.html") if html == HERE else html
-        write_page(file, document(state_of(events, planned_s).page()))
-
-
-def write_page(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}", hint="choose another file") from error
-    click.echo(f"wrote {path}", err=True)
+        write_text(file, document(state_of(events, planned_s).page()))
+        click.echo(f"wrote {file}", err=True)
 
 
 def _write_png(path: Path, steps: list[int], values: list[float], title: str) -> None:
     if not steps:
         raise UserError("this run has no loss to draw", hint="it ended before its first step")
-    try:
-        written = loss_curve_png(path, steps, values, title=title)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}", hint="choose another file") from error
-    if not written:
+    with written(path):
+        drawn = loss_curve_png(path, steps, values, title=title)
+    if not drawn:
         raise UserError("a PNG needs matplotlib, which is not installed", hint="pip install -e '.[plots]'")
     click.echo(f"wrote {path}", err=True)

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+from typing import Literal, TypedDict, Unpack
 
 import click
 
 from potluck import checked
 from potluck.cli._app import Settings
-from potluck.cli._runs import runs_folder
-from potluck.errors import ScriptError
-
-if TYPE_CHECKING:
-    from potluck.fleet.script import Script
-    from potluck.sweep.spec import Trial, TrialResult
+from potluck.env import runs_folder
 
 
 class SweepFlags(TypedDict):
@@ -50,12 +44,30 @@ class SweepFlags(TypedDict):
     type=click.Choice(("tune", "dask")),
     default="tune",
     show_default=True,
-    help="Ray Tune or Dask. It schedules the trials.",
+    help="Schedules the trials: Ray Tune or Dask.",
 )
-@click.option("--address", help="Address of the cluster (default: the one that is there, else a local one).")
-@click.option("--metric", default="loss", show_default=True, help="What decides: loss, or a name of run.log().")
-@click.option("--mode", type=click.Choice(("min", "max")), default="min", show_default=True, help="Which is best.")
-@click.option("--seed", default=0, show_default=True, help="Chooses the trials, where not all are tried.")
+@click.option(
+    "--address", help="Address of the cluster (default: the one this machine belongs to, else a local one)."
+)
+@click.option(
+    "--metric",
+    default="loss",
+    show_default=True,
+    help="Value that ranks the trials: loss, or a name given to run.log().",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(("min", "max")),
+    default="min",
+    show_default=True,
+    help="Whether the smallest or the largest value is best.",
+)
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    help="Random seed for choosing trials, if not all combinations are tried.",
+)
 @click.option("--json-option", metavar="NAME", help="Pass the parameters as one JSON object: --NAME '{...}'.")
 @click.option(
     "--send", multiple=True, type=click.Path(path_type=Path), metavar="FILE", help="As for `potluck host`."
@@ -73,7 +85,7 @@ class SweepFlags(TypedDict):
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.pass_obj
 def sweep(settings: Settings, /, script: Path, arguments: tuple[str, ...], **flags: Unpack[SweepFlags]) -> None:
-    """Run a script with many parameters, one trial a machine, on a Ray or Dask cluster.
+    """Run a script with many parameters, one trial per machine, on a Ray or Dask cluster.
 
     When fewer trials are left than machines, idle machines join the running trials as guests. A trial whose machine
     is lost resumes elsewhere from its checkpoint. ARGUMENTS after -- are passed to every trial.
@@ -89,7 +101,7 @@ def sweep(settings: Settings, /, script: Path, arguments: tuple[str, ...], **fla
     from potluck.fleet.script import read_script
     from potluck.report import plot_style
     from potluck.report.screen import show
-    from potluck.sweep import outcome, running, spec
+    from potluck.sweep import result_table, spec, trial_runs
 
     parameters = spec.parse_parameters(flags["param"])
     found = read_script(script, flags["send"], arguments)
@@ -98,52 +110,33 @@ def sweep(settings: Settings, /, script: Path, arguments: tuple[str, ...], **fla
     trials = spec.trials_of(parameters, flags["trials"], flags["seed"])
     if flags["plot"] is not None:
         plot_style.check_file(flags["plot"])
-    running.need_engine(flags["engine"])
+    trial_runs.need_engine(flags["engine"])
     name = f"{time.strftime('sweep-%Y%m%d-%H%M%S')}-{script.stem}"
-    folder = running.new_folder(runs_folder(settings, flags["runs"]) / name)
-    began, results = time.monotonic(), list[spec.TrialResult]()
-    for result in _results(found, trials, folder.absolute(), flags):
-        results.append(result)
-        if flags["engine"] == "dask":  # Tune gives all results at its end, and tells of each before
-            how, value = "failed" if result.error else "ended", result.metrics.get(flags["metric"])
-            with_value = "" if value is None else f" with {flags['metric']} {value:.6g}"
-            _tell(f"{result.trial} {how}{with_value} ({len(results)} of {len(trials)})")
-    seconds = time.monotonic() - began
-    if all(result.error for result in results):
-        raise ScriptError(f"all {len(results)} trials failed; the first: {results[0].error}")
-    best = spec.best_of(results, flags["metric"], flags["mode"])
-    ranked = outcome.ranked(results, flags["metric"], flags["mode"])
-    record = {"seconds": seconds, "best": best.trial if best else None, "trials": ranked, **_asked(flags)}
-    (folder / "sweep.json").write_text(checked.to_json(record, indent=2) + "\n", encoding="utf-8")
-    if flags["plot"] is not None:
-        outcome.plot(flags["plot"], results, flags["metric"], f"{script.name}: {len(results)} trials")
-    if flags["as_json"]:
-        click.echo(checked.to_json(record, indent=2))
-    else:
-        show(outcome.table(results, flags["metric"], flags["mode"]), sys.stdout)
-        click.echo(f"\n{folder / 'sweep.json'}")
-
-
-def _asked(flags: SweepFlags) -> dict[str, str]:
-    return {"metric": flags["metric"], "mode": flags["mode"], "engine": flags["engine"]}
-
-
-def _tell(line: str) -> None:
-    click.echo(line, err=True)
-
-
-def _results(script: Script, trials: list[Trial], folder: Path, flags: SweepFlags) -> Iterator[TrialResult]:
-    from potluck.sweep.running import SweepSettings, dask_results, own_storage, tune_results
-
-    settings = SweepSettings(
-        script=script,
+    folder = trial_runs.new_folder(runs_folder(flags["runs"], settings.environment) / name)
+    settings_of_sweep = trial_runs.SweepSettings(
+        script=found,
         trials=trials,
-        folder=folder,
-        storage=own_storage(flags["storage"], folder),
+        folder=folder.absolute(),
+        storage=trial_runs.own_storage(flags["storage"], folder.absolute()),
         address=flags["address"],
         json_option=flags["json_option"],
         checkpoint_every=flags["checkpoint_every"],
         share=flags["share"],
         tell=_tell,
+        engine=flags["engine"],
+        metric=flags["metric"],
+        mode=flags["mode"],
     )
-    return dask_results(settings) if flags["engine"] == "dask" else tune_results(settings)
+    record = trial_runs.run_sweep(settings_of_sweep)
+    results = record.trials
+    if flags["plot"] is not None:
+        result_table.plot(flags["plot"], results, flags["metric"], f"{script.name}: {len(results)} trials")
+    if flags["as_json"]:
+        click.echo(checked.to_json(record, indent=2))
+    else:
+        show(result_table.table(results, flags["metric"], flags["mode"]), sys.stdout)
+        click.echo(f"\n{folder / 'sweep.json'}")
+
+
+def _tell(line: str) -> None:
+    click.echo(line, err=True)

@@ -5,26 +5,19 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 import click
-import msgspec
 
 from potluck.checked import build
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
 from potluck.cli._options import TrainFlags
-from potluck.cli._runs import runs_folder
-from potluck.cli._sharing import Sharing
-from potluck.errors import RunFolderError, UserError
-from potluck.spec.config import RunConfig
-from potluck.spec.manifest import RecipeEntry
-from potluck.spec.messages import Source
+from potluck.env import runs_folder
 
 if TYPE_CHECKING:
-    from potluck.train.session import RunSpec
+    from potluck.train.run_specs import RunSpec
 
 
 @click.command()
@@ -51,105 +44,46 @@ def train(settings: Settings, /, recipe: str, guests: int | None, **flags: Unpac
       potluck train --log tensorboard      see it with: tensorboard --logdir runs
       potluck train --resume runs/ID       resume a run
     """
-    from potluck.train.context import ALONE, HOST
+    from potluck.train.run_specs import on_this_machine
 
     spec = recipe_spec(settings, recipe, flags, command="train")
-    guests = spec.guests if guests is None else guests
-    spec = replace(spec, guests=guests, role=HOST if guests else ALONE)
-    run_recipe(settings, spec, flags["view"])
+    default = spec.guests if spec.resume is not None else 1
+    run_recipe(settings, on_this_machine(spec, default if guests is None else guests), flags)
 
 
 def recipe_spec(settings: Settings, recipe: str, flags: TrainFlags, *, command: str) -> RunSpec:
     """A recipe's run, new or resumed."""
     from potluck.cli._session import resumed_by
-    from potluck.train import recipes
-    from potluck.train.context import HOST
-    from potluck.train.session import RunSpec
+    from potluck.train import run_specs
 
+    of_recipe = options.given(flags, options.RECIPE_FLAGS)
+    runs, again = runs_folder(flags["runs"], settings.environment), resumed_by(command)
     if flags["resume"] is not None:
-        return resumed_spec(settings, flags, command)
+        others = {"config": flags["config_file"], "set": flags["more"]}
+        of_recipe |= {name: value for name, value in others.items() if value}
+        run_settings = options.run_settings({}, flags)
+        return run_specs.resumed_recipe(str(flags["resume"]), of_recipe, run_settings, runs=runs, again=again)
     in_run, in_recipe = options.read_config_file(flags["config_file"], recipe)
-    kind = recipes.get(recipe)
-    settings_of_recipe = {
-        **in_recipe,
-        **options.given(flags, options.RECIPE_FLAGS),
-        **options.pairs(flags["more"]),
-    }
-    config = build(kind.Config, settings_of_recipe)
-    table = msgspec.to_builtins(config)
-    return RunSpec(
-        role=HOST,
-        config=options.run_config(in_run, flags),
-        what=recipe,
-        recipe=RecipeEntry(name=recipe, config=table),
-        source=Source(recipe=recipe, config={**table, "data": None}),
-        guests=1 if command == "train" else 0,
-        runs=runs_folder(settings, flags["runs"]),
-        again=resumed_by(command),
-    )
+    of_recipe = {**in_recipe, **of_recipe, **options.pairs(flags["more"])}
+    return run_specs.recipe_spec(recipe, of_recipe, options.run_settings(in_run, flags), runs=runs, again=again)
 
 
-def resumed_spec(settings: Settings, flags: TrainFlags, command: str) -> RunSpec:
-    """A run that is resumed: as its manifest says, but for what the flags change."""
-    from potluck.cli._session import resumed_by
-    from potluck.train.context import HOST
-    from potluck.train.folder import find_run, open_folder
-    from potluck.train.session import RunSpec
-
-    fixed = [n for n in options.given(flags, options.RECIPE_FLAGS) if n != "steps"]
-    fixed += [n for n in ("config_file", "more") if flags.get(n)]
-    if fixed:
-        names = ", ".join(
-            "--" + {"config_file": "config", "more": "set"}.get(n, n.replace("_", "-")) for n in fixed
-        )
-        raise UserError(
-            f"{names} cannot change in a resumed run", hint="only --steps can change; or start a new run"
-        )
-    folder = open_folder(find_run(str(flags["resume"]), runs_folder(settings, flags["runs"])))
-    manifest = folder.read_manifest()
-    recipe = manifest.recipe
-    if recipe is None:
-        raise RunFolderError(
-            f"{folder.path} is the run of a script, not of a recipe",
-            hint=f"potluck host SCRIPT --resume {shlex.quote(str(folder.path))}",
-        )
-    table = {**recipe.config, **options.given(flags, ["steps"])}
-    run = {**manifest.settings_to_resume(), **options.given(flags, (*options.RUN_FLAGS, *options.HOST_FLAGS))}
-    return RunSpec(
-        role=HOST,
-        config=build(RunConfig, run),
-        what=manifest.what,
-        recipe=RecipeEntry(name=recipe.name, config=table),
-        source=Source(recipe=recipe.name, config={**table, "data": None}),
-        resume=folder.path,
-        guests=manifest.guests if command == "train" else 0,
-        again=resumed_by(command),
-    )
-
-
-def run_recipe(settings: Settings, spec: RunSpec, view: str, sharing: Sharing | None = None) -> None:
+def run_recipe(settings: Settings, spec: RunSpec, flags: TrainFlags) -> None:
     from potluck.cli import _session
-    from potluck.report.curve import loss_curve_png
+    from potluck.report.curve import write_loss_png
     from potluck.report.summary import losses, read_events
-    from potluck.sinks import guarded
     from potluck.train import recipes
-    from potluck.train.ending import Interrupted
     from potluck.train.recipes.job import train as train_recipe
 
     assert spec.recipe is not None
     recipe = recipes.get(spec.recipe.name)
     config = build(recipe.Config, spec.recipe.config)
-    try:
-        with _session.session(settings, spec, view, sharing) as session:
-            model = train_recipe(recipe, config)
-    except Interrupted as stop:
-        _session.say_resume(session, stop)
-        raise
+    with _session.session(settings, spec, flags) as session:
+        model = train_recipe(recipe, config)
     folder, device = session.folder, session.context.device.torch_device
     steps, values = losses(read_events(folder.path))
-    if steps:
-        guarded(loss_curve_png, "loss.png")(folder.path / "loss.png", steps, values, title=folder.id)
-    if view in ("json", "quiet"):
+    write_loss_png(folder.path, steps, values)
+    if flags["view"] in ("json", "quiet"):
         return
     show_end(
         folder.path,
@@ -157,11 +91,17 @@ def run_recipe(settings: Settings, spec: RunSpec, view: str, sharing: Sharing | 
         values,
         recipe.finish(model, config, device),
         recipe.validation(model, config, device),
+        runs=runs_folder(None, settings.environment),
     )
 
 
-def show_end(folder: Path, steps: list[int], values: list[float], words: str, validation: float | None) -> None:
-    """Print the loss curve, the summary, a sample of the model's output and the path of the run folder."""
+def show_end(
+    folder: Path, steps: list[int], values: list[float], words: str, validation: float | None, *, runs: Path
+) -> None:
+    """Print the loss curve, the summary, a sample of the model's output and the path of the run folder.
+
+    `runs`: the folder in which `potluck report` looks for the run.
+    """
     from potluck.report.curve import loss_curve_text
     from potluck.report.summary import read_events, summarize
     from potluck.report.summary_text import summary_text
@@ -176,6 +116,6 @@ def show_end(folder: Path, steps: list[int], values: list[float], words: str, va
     if validation is not None:
         click.echo(f"\non held-out data: {validation:.4f}")
     click.echo(fitted(f"\n{words}\n", sys.stdout))  # a young model writes what no alphabet has
-    here = Path("runs") / folder.name
+    here = runs / folder.name
     shortest = folder.name if here.is_dir() and here.samefile(folder) else folder
     click.echo(fitted(f"run folder: {folder}  (potluck report {shlex.quote(str(shortest))})", sys.stdout))

@@ -1,14 +1,13 @@
-"""`potluck up`: one command that starts a run on all machines, over ssh, and ends with it."""
+"""`potluck up`: starts a run on all machines over ssh, and ends when the run ends."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
@@ -16,15 +15,13 @@ import click
 
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
-from potluck.cli._runs import runs_folder
-from potluck.errors import ConfigError, UserError
+from potluck.env import runs_folder
+from potluck.errors import UserError
 
 if TYPE_CHECKING:
-    from potluck.cli._up_ray import ThereRun
     from potluck.fleet.bootstrap import FleetNeeds
     from potluck.fleet.hostfiles import FleetFile
-    from potluck.fleet.launching import HostWork, Launcher
-    from potluck.fleet.ray import RayFleet
+    from potluck.fleet.launching import HostWork
     from potluck.fleet.ssh import SshFleet
     from potluck.report.merged_log import MergedLog
     from potluck.spec.finding import Finding
@@ -33,11 +30,10 @@ _FOR_HOST = (*options.RUN_FLAGS, *options.HOST_FLAGS, "resume")
 """Options that are passed on to the host."""
 _FOR_CHECK = ("device", "threads", "micro_batch", "bind")
 _BEFORE, _AFTER = "potluck.up.before", "potluck.up.after"
-HERE = "here"
 
 
 class UpFlags(TypedDict):
-    """Beside these there are _FOR_HOST, which only become words of the host's command."""
+    """The options besides _FOR_HOST, which only become arguments of the host's command."""
 
     host: str | None
     engine: str | None
@@ -51,7 +47,7 @@ class UpFlags(TypedDict):
 
 
 class _WithRest(click.Command):
-    """What follows the first -- is the script's, and is not looked at here."""
+    """Everything after the first -- belongs to the script and is not parsed here."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
@@ -68,26 +64,29 @@ class _WithRest(click.Command):
     help="The machine that hosts (default: this one). For Ray nodes also LABEL=VALUE.",
 )
 @click.option("--fleet", "engine", type=click.Choice(["ray"]), help="Same as ray://auto among the machines.")
-@click.option("--check", is_flag=True, help="Look at all machines, measure them and predict; start nothing.")
+@click.option(
+    "--check", is_flag=True, help="Check and measure all machines and predict the speed-up; start nothing."
+)
 @click.option("--only", multiple=True, metavar="NAME", help="Show only this machine's lines. May be repeated.")
 @click.option("--with", "extra", metavar="A,B", help="Packages that the script needs on every machine.")
 @click.option(
     "--python", metavar="PATH", help="Interpreter on all machines (default: the first that is new enough)."
 )
 @click.option("--cache", metavar="DIR", help="Folder on all machines for Potluck (default: ~/.cache/potluck).")
-@click.option("--keep-trying", is_flag=True, help="Go on trying machines that cannot be reached or that fail.")
+@click.option("--keep-trying", is_flag=True, help="Keep trying machines that cannot be reached or that fail.")
 @click.option(
     "--send", multiple=True, type=click.Path(path_type=Path), metavar="FILE", help="As for `potluck host`."
 )
 @options.shared(*options.RUN_FLAGS, "runs", "resume", *options.HOST_FLAGS)
 @click.pass_context
 def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Unpack[UpFlags]) -> int:
-    """Start a run here and a guest on each of the machines, over ssh; show all of their output; end all with it.
+    """Start a run here and a guest on each machine over ssh; show their output, and end everything with the run.
 
     MACHINES are names as for `ssh`, or files: fleet.toml, a host file of mlx.launch, DeepSpeed, MPI or accelerate;
     and ray://auto, or ray://HOST:PORT: the nodes of the Ray cluster that this machine is part of (extra `ray`).
-    Each must let you in without a password and have Python 3.11; the rest is installed there, without root, into
-    ~/.cache/potluck. Other options are the host's. The script is sent to the guests by the host.
+    Each machine must allow a login without a password and have Python 3.11 or newer; everything else is installed
+    there, without root, in ~/.cache/potluck. Other options are those of the host. The host sends the script to the
+    guests.
 
     \b
     Examples:
@@ -98,8 +97,9 @@ def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Unpack[UpFlags
       potluck up ray://auto mac.local -- my_train.py
       potluck up --fleet ray --host kind=h100 -- my_train.py
     """
-    from potluck.fleet.hostfiles import read_fleet
+    from potluck.fleet.hostfiles import check_together, read_fleet
     from potluck.fleet.launching import RAY
+    from potluck.fleet.local import HERE
 
     machines += ("ray://auto",) if flags["engine"] and not any(word.startswith(RAY) for word in machines) else ()
     if not machines:
@@ -112,21 +112,7 @@ def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Unpack[UpFlags
     fleet = _changed(read_fleet([word for word in machines if not word.startswith(RAY)]), flags)
     host = flags["host"] or fleet.host
     there = bool(clusters and host and host not in [m.name for m in fleet.machine])
-    if there and fleet.machine:
-        raise UserError(
-            "a node of the Ray cluster hosts only for other nodes",
-            hint="leave out machines by ssh, or --host",
-        )
-    if host and not there and host not in [m.name for m in fleet.machine]:
-        known = ", ".join(m.name for m in fleet.machine)
-        raise ConfigError(f"there is no machine {host!r} to be the host", hint=f"the machines are: {known}")
-    for name in flags["only"] if not clusters else ():
-        if name not in [m.name for m in fleet.machine] + [HERE]:
-            raise ConfigError(f"--only {name!r} is not one of the machines", hint=f"this one is called {HERE}")
-    if len(clusters) > 1 or (clusters and flags["check"]):
-        raise UserError(
-            "potluck up takes one Ray cluster, and no --check with it", hint="`ray status` shows its nodes"
-        )
+    check_together(fleet, clusters, host, only=flags["only"], check=flags["check"])
     if flags["check"]:
         from potluck.cli._up_check import check
 
@@ -146,17 +132,28 @@ def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Unpack[UpFlags
 
 
 def _launch_there(address: str, host: str, after: tuple[str, ...], again: str, flags: UpFlags) -> int:
-    from potluck.cli._up_ray import ThereRun, start_there
-    from potluck.fleet.life import reader_watched
+    """With the host on a node of a Ray cluster: an actor there starts all of it."""
+    from potluck.fleet.life import interrupted_by_signals, reader_watched
+    from potluck.fleet.ray import RayCluster, node_labels
 
-    words = ["--launched", again, *_passed_on(flags, _FOR_HOST)]
-    run = ThereRun(start_there(address, host, after, words, runs=flags["runs"], send=flags["send"]))
-    with _signals(run), reader_watched(run.interrupt):
-        return run.show()
+    cluster = RayCluster(host={"label_selector": node_labels(address, host)}, address=address)
+    name = [] if "=" in host else ["--name", host]
+    words = [*name, "--launched", again, *_passed_on(flags, _FOR_HOST)]
+    runs = flags["runs"] or Path("~/potluck", Path.cwd().name, "runs")
+    run = cluster.start(after[0], after[1:], options=words, runs=runs, send=flags["send"])
+    with interrupted_by_signals(run.interrupt), reader_watched(run.interrupt):
+        ended = run.follow(sys.stdout.buffer)
+    if ended.why:
+        click.echo(f"\nthe run failed: {ended.why}", err=True)
+    if ended.folder:
+        click.echo(f"run folder, on the node that hosted: {ended.folder}", err=True)
+    return ended.status or 0
 
 
 def _resumed_by(before: Sequence[str], after: Sequence[str]) -> str:
     """The command that resumes this run, with {run} for its folder."""
+    from potluck.fleet.script import is_script
+
     words, kept = list(before), []
     while words:
         word = words.pop(0)
@@ -164,35 +161,16 @@ def _resumed_by(before: Sequence[str], after: Sequence[str]) -> str:
             words = words[1:]
         elif not word.startswith("--resume="):
             kept.append(word)
-    script = after if _is_script(after[0]) else after[:1]  # the settings of a recipe are the run's own
+    script = after if is_script(after[0]) else after[:1]  # the settings of a recipe are the run's own
     return f"{shlex.join(['potluck', 'up', *kept])} --resume {{run}} -- {shlex.join(script)}"
 
 
 def _changed(fleet: FleetFile, flags: UpFlags) -> FleetFile:
-    """The fleet, with what the flags say about all machines."""
+    """The fleet, with the flags applied to all machines."""
     from msgspec.structs import replace
 
     given = options.given(flags, ("python", "cache"))
     return replace(fleet, machine=tuple(replace(machine, **given) for machine in fleet.machine)) if given else fleet
-
-
-def _is_script(what: str) -> bool:
-    return what.endswith(".py") or "/" in what
-
-
-def _wanted(after: Sequence[str], flags: UpFlags) -> FleetNeeds:
-    from potluck.fleet.bootstrap import FleetNeeds, name_of
-    from potluck.fleet.script import imports_of, read_script
-
-    extra = tuple(word.strip() for word in (flags["extra"] or "").split(",") if word.strip())
-    for word in extra:
-        name_of(word)
-    imports: dict[str, str] = {}
-    if after and _is_script(after[0]):
-        path = Path(after[0])
-        found = imports_of(read_script(path, flags["send"]), path.resolve().parent)
-        imports = {module: where for module, where in found.items() if not where.startswith("./")}
-    return FleetNeeds(extra=extra, imports=imports)
 
 
 def _launch(
@@ -202,15 +180,20 @@ def _launch(
     from potluck.fleet.cluster import ClusterFleet, followed
     from potluck.fleet.hostfiles import NamedMachine
     from potluck.fleet.launching import Launcher, LaunchFleet
-    from potluck.fleet.life import reader_watched
+    from potluck.fleet.life import interrupted_by_signals, reader_watched
+    from potluck.fleet.local import HERE
     from potluck.fleet.ssh import SshFleet
     from potluck.report.merged_log import MergedLog
 
-    runs = runs_folder(settings, flags["runs"])
+    runs = runs_folder(flags["runs"], settings.environment)
     machines = [*fleet.machine, *([] if host else [NamedMachine(name=HERE)])]
     names = [machine.name for machine in machines]
     logs = runs / f".up-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    engine = _ray_fleet(ray, without_here=not host) if ray else None
+    engine = None
+    if ray:
+        from potluck.fleet.ray import RayFleet
+
+        engine = RayFleet(ray, without_here=not host)
     reached = SshFleet(machines, _wanted(after, flags), logs=logs)
     work = _work(reached, host or HERE, runs, after, again, flags)
     log = MergedLog(logs, names, sys.stdout, flags["only"])
@@ -220,9 +203,8 @@ def _launch(
     launcher = Launcher(whole, guests, work, observer, keep_trying=flags["keep_trying"] or engine is not None)
     try:
         # Without a reader (`| head`) the run ends as with Ctrl-C.
-        with _signals(launcher), reader_watched(launcher.interrupt), ExitStack() as following:
-            if engine is not None:
-                following.enter_context(followed(engine, launcher, log.add))
+        stop, comers = launcher.interrupt, nullcontext() if engine is None else followed(engine, launcher, log.add)
+        with interrupted_by_signals(stop), reader_watched(stop), comers:
             status = launcher.run()
     finally:
         kept = log.close()
@@ -231,44 +213,24 @@ def _launch(
         click.echo(f"\nthe first error was on {name}: {words}", err=True)
     click.echo(f"logs: {kept}", err=True)
     if launcher.cut_off and launcher.run_folder:
-        click.echo(f"go on with: {again.replace('{run}', shlex.quote(launcher.run_folder))}", err=True)
+        click.echo(f"resume with: {again.replace('{run}', shlex.quote(launcher.run_folder))}", err=True)
     return status
 
 
-def _ray_fleet(address: str, *, without_here: bool) -> RayFleet:
-    from potluck.fleet.ray import RayFleet
+def _wanted(after: Sequence[str], flags: UpFlags) -> FleetNeeds:
+    from potluck.fleet.host_work import needs_of
 
-    return RayFleet(address, without_here=without_here)
+    extra = tuple(word.strip() for word in (flags["extra"] or "").split(",") if word.strip())
+    return needs_of(after[0] if after else None, flags["send"], extra)
 
 
 def _work(fleet: SshFleet, host: str, runs: Path, after: tuple[str, ...], again: str, flags: UpFlags) -> HostWork:
-    """What the host's machine runs. Elsewhere the script goes along, into a folder of its own.
+    """`again` is empty for `--check`, which asks for no guests."""
+    from potluck.fleet.host_work import host_work
 
-    Without `again` it waits for nobody: for `--check`, which wants to see its first steps.
-    """
-    from potluck.fleet.launching import HostWork
-    from potluck.fleet.script import read_script
-
-    what, arguments = after[0], list(after[1:])
-    words = ["-m", "potluck", "host", *(["--view", "plain", "--launched", again] if again else ["--view", "json"])]
-    words += _passed_on(flags, _FOR_HOST if again else _FOR_CHECK)
-    machine = fleet.machine(host)
-    files: dict[str, bytes] = {}
-    if not machine.ssh:
-        cwd, there = os.getcwd(), str(runs.absolute())
-        words += ["--runs", there, *(word for file in flags["send"] for word in ("--send", str(file)))]
-    else:
-        words += [] if flags["name"] else ["--name", host]
-        cwd = machine.folder or f"~/potluck/{Path.cwd().name}"
-        there = f"{cwd}/runs" if again else str(runs)
-        words += [] if again else ["--runs", there]
-        if _is_script(what):
-            script = read_script(Path(what), flags["send"])
-            files = {str(PurePosixPath(cwd) / name): text for name, text in zip(script.names, script.contents)}
-            what = f"./{script.names[0]}"
-            words += [word for name in script.names[1:] for word in ("--send", name)]
-    tail = [what, "--", *arguments] if _is_script(what) and arguments else [what, *arguments]
-    return HostWork(machine=host, words=[*words, *tail], cwd=cwd, runs=there, files=files)
+    options = _passed_on(flags, _FOR_HOST if again else _FOR_CHECK)
+    what, *arguments = after
+    return host_work(fleet, host, what, arguments, runs=runs, again=again, options=options, send=flags["send"])
 
 
 def _passed_on(flags: UpFlags, names: Sequence[str]) -> list[str]:
@@ -282,7 +244,7 @@ def _passed_on(flags: UpFlags, names: Sequence[str]) -> list[str]:
 
 
 class _Observer:
-    """Shows what the launcher is told, and keeps the logs with the run."""
+    """Shows the launcher's messages, and stores the logs with the run."""
 
     def __init__(self, log: MergedLog, runs: Path) -> None:
         self._log, self._runs = log, runs
@@ -307,17 +269,3 @@ def show_findings(findings: Sequence[Finding]) -> None:
     for finding in ordered(list(findings)).findings:
         show(finding_lines(finding, columns(), writes_utf8(sys.stderr)), sys.stderr)
     sys.stderr.flush()
-
-
-@contextmanager
-def _signals(launcher: Launcher | ThereRun) -> Iterator[None]:
-    """Inside, Ctrl-C, SIGTERM and the end of the terminal stop the run in order; a second one stops it at once."""
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)  # with nohup it outlives its terminal
-    before = {n: signal.signal(n, lambda number, frame: launcher.interrupt()) for n in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

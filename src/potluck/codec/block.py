@@ -45,7 +45,7 @@ NO_FRACTION = 1.5 * 2.0**23
 
 
 class BlockCodec:
-    """What int8 and int4 share: blocks, scales, and the walk over both.
+    """The common part of int8 and int4: blocks, scales, and the loop over both.
 
     A scale is the block's largest magnitude divided by the number of levels, rounded up to bf16, so that no
     code is ever clipped and no error is above half a scale. No scale is below 2^-126. Those of thin are larger.
@@ -53,11 +53,11 @@ class BlockCodec:
 
     name: str
     step: float = 0.0
-    """The least scale, in root mean squares of its block."""
+    """The smallest scale, in root mean squares of its block."""
     levels: ClassVar[int]
     """The largest code; the smallest is its negative."""
     limit: ClassVar[int]
-    """The bits of the first bf16 that is no scale: from there on, some code decodes to infinity."""
+    """The bits of the first bf16 that is not a valid scale: from there on, some code decodes to infinity."""
     block_bytes: ClassVar[int]
     """Bytes of codes in a whole block."""
 
@@ -207,10 +207,10 @@ def split(payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _round(levels: Tensor) -> None:
-    """To the nearest whole number, in place; for magnitudes below 2^22.
+    """Round to the nearest whole number, in place; for magnitudes below 2^22.
 
-    A sum that large has no bits left for a fraction, and the difference is exact. Tensor.round_ would do, but it
-    calls on other cores at any size, and makes -0.0 of small negative numbers, which no code decodes to.
+    A sum that large has no bits left for a fraction, and the difference is exact. Tensor.round_ would also work,
+    but it uses other cores at any size, and rounds small negative numbers to -0.0, to which no code decodes.
     """
     levels.add_(NO_FRACTION).sub_(NO_FRACTION)
 
@@ -234,7 +234,7 @@ def _peaks(values: Tensor) -> Tensor:
 def _scales(peaks: Tensor, levels: int) -> Tensor:
     """[blocks] int32, the bits of magnitudes -> [blocks] float32 scales that bf16 holds exactly.
 
-    NaN becomes infinity before any float operation could do to it whatever this device does to NaN.
+    NaN becomes infinity before any float operation, because devices treat NaN differently.
     """
     scales = peaks.clamp_(max=INFINITY).view(torch.float32).mul_(1.0 / levels).view(torch.int32)
     return rounded_up(scales)

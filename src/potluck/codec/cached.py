@@ -2,11 +2,11 @@
 
 The payloads have the same bits as those of the codecs.
 
-What two ranks send each other is packed in pieces of 65,536 values. A piece goes through some ten operations while
-it is in the cache. A view costs as much as a tenth of such an operation, and a plain number, which is made into a
-tensor in each of them, even more: views are made for many pieces at once, and numbers once for all. The scales of
-some pieces are made together, and sums lie where what is lost of them will be kept: any other place for them would
-drive something out of the cache.
+Two ranks exchange pieces of 65,536 values. A piece goes through about ten operations while it is in the cache.
+Making a view costs a tenth of such an operation, and a plain number, which each operation converts to a tensor,
+costs even more. So views are made for many pieces together, and numbers only once. The scales of several pieces are
+computed together. Sums are stored in the memory of the residuals, because any other place would evict something
+from the cache.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from potluck.codec.interface import Codec
 from potluck.codec.tensors import MAGNITUDE, checked_payload, spans
 
 PIECE = 65_536
-"""Values: so many sums, their levels, and what is read and written, fit a core's own cache (1.25 MiB)."""
+"""Values per piece: that many sums, their levels, and the input and output fit into a core's own cache (1.25
+MiB)."""
 
 _GROUP = 8
-"""Pieces whose scales are made together. Two or four, whose sums would all stay in the cache, are no faster."""
+"""Pieces whose scales are computed together. Two or four, whose sums would all stay in the cache, are no faster."""
 
 _BLOCKS = PIECE // BLOCK
 _SCALES = 2 * _BLOCKS  # bytes
@@ -34,13 +35,14 @@ _CPU = torch.device("cpu")
 
 
 def in_blocks(codec: Codec) -> TypeGuard[BlockCodec]:
-    """Whether it packs in blocks, as is done here."""
+    """Whether the codec packs in blocks, as this module does."""
     return isinstance(codec, BlockCodec)
 
 
 class Packing:
-    """A tensor of whole pieces that is packed, and then becomes the sum of what its own and another's payloads
-    decode to: some pieces at a time, by one thread. Each piece has a payload of its own, one behind the other."""
+    """A tensor of whole pieces that is packed, and then replaced by the sum of its own and another's decoded
+    payloads: some pieces at a time, by one thread. Each piece has its own payload, and the payloads are
+    consecutive."""
 
     def __init__(self, codec: BlockCodec, values: Tensor, residual: Tensor | None, packed: Tensor) -> None:
         """
@@ -59,9 +61,9 @@ class Packing:
         self._scales = self._floats.view(-1, room.stride // BLOCK, 1).unbind(0)
 
     def encode(self, first: int, last: int) -> None:
-        """Pack these pieces of `values + residual`, and leave in `residual` what the payloads lost of it, as
-        `encode_with_feedback`. The values stay. The residual of a piece that is not finite stays as well, but for
-        a rounding, and becomes zero where a value is not finite."""
+        """Pack these pieces of `values + residual`, and store the rounding errors in `residual`, like
+        `encode_with_feedback`. The values do not change. The residual of a piece that is not finite does not change
+        either, except for a rounding, and becomes zero where a value is not finite."""
         for start in range(first, last, _GROUP):
             self._encode(start, min(start + _GROUP, last))
 
@@ -97,11 +99,9 @@ class Packing:
                 kept.flat[at].sub_(given[at]).nan_to_num_(0.0, 0.0, 0.0)
 
     def add(self, first: int, last: int, theirs: Tensor, *, divide_by: int = 1) -> None:
-        """Write over these pieces of the values: what was packed of them and what another packed, decoded, added
-        and divided.
+        """Replace these pieces of the values by their own and another's payloads, decoded, added and divided.
 
-        Raises:
-            WireError: theirs are no payloads of this codec and of so many pieces.
+        Raises: WireError: theirs are not payloads of this codec for this many pieces.
         """
         room, codec, count = self._room, self._codec, (last - first) * PIECE
         whole = checked_payload(theirs, count, (last - first) * self._bytes, codec.name)
@@ -123,7 +123,7 @@ class Packing:
 
 
 def _parts(tensor: Tensor, stride: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """As [stride] each, and as [blocks, BLOCK] each."""
+    """Views of each piece as [stride] and as [blocks, BLOCK]."""
     flat = tensor.detach()
     return flat.view(-1, stride).unbind(0), flat.view(-1, stride // BLOCK, BLOCK).unbind(0)
 
@@ -165,7 +165,7 @@ class _Sums:
 
 
 class _Scales:
-    """Views of a room's scales, for so many pieces: of floats, of their bits, and of those that are sent."""
+    """Views of a room's scales for this many pieces: as floats, as their bits, and as those that are sent."""
 
     __slots__ = ("bits", "floats", "inverses", "upper_bits")
 
@@ -174,13 +174,13 @@ class _Scales:
         self.upper_bits = bits.view(torch.int16)[:, 1::2]
 
 
-class _Room:
+class _PieceRoom:
     """Memory for the levels of one part of a piece, and for the scales of a group of pieces."""
 
     def __init__(self, stride: int) -> None:
         self.stride = stride
         self.alone = stride == PIECE
-        """Whether this thread computes on one core: else `round_` would call on others."""
+        """Whether this thread computes on one core; otherwise `round_` would use others."""
         self.level = torch.empty(stride)
         self.levels = self.level.view(-1, BLOCK)
         self._magnitude = self.level.view(torch.int32)
@@ -195,18 +195,18 @@ class _Room:
 
     @property
     def sums(self) -> _Sums:
-        """Where nothing is kept, and where results are of another type: sums of a group."""
+        """Sums of a group, used if no residual is kept or the results have another type."""
         if self._sums is None:
             self._sums = _Sums(torch.empty(_GROUP * PIECE), self.stride)
         return self._sums
 
     def find_peaks(self, part: int, bits: Tensor) -> None:
-        """The largest magnitude of each block of a group's part, as bits, where its scales will be."""
+        """Write the largest magnitude of each block of a group's part, as bits, to the place of its scales."""
         torch.bitwise_and(bits, _NUMBERS.magnitude, out=self._magnitude)
         torch.amax(self._magnitudes, 1, out=self._peaks[part])
 
     def make_scales(self, pieces: int, inverse_levels: Tensor) -> _Scales:
-        """From peaks to scales, in place, and their inverses: the steps of block.py."""
+        """Turn peaks into scales, in place, and compute their inverses, as in block.py."""
         group = self._groups[pieces]
         torch.minimum(group.bits, _NUMBERS.infinity, out=group.bits)
         group.floats.mul_(inverse_levels)
@@ -217,16 +217,16 @@ class _Room:
 
 
 class _Rooms(threading.local):
-    """Each thread's own."""
+    """Buffers of each thread."""
 
-    room: _Room | None = None
+    room: _PieceRoom | None = None
 
 
 _ROOMS = _Rooms()
 
 
-def _room() -> _Room:
+def _room() -> _PieceRoom:
     _, stride = next(spans(PIECE, _CPU, reducing=True))
     if _ROOMS.room is None or _ROOMS.room.stride != stride:
-        _ROOMS.room = _Room(stride)
+        _ROOMS.room = _PieceRoom(stride)
     return _ROOMS.room

@@ -1,14 +1,14 @@
 """Exact changes of weights for guests that compute in bf16: which values changed, and by how many steps of bf16.
 
-Both ends round the weights that they hold to bf16. Numbered in their order, two bf16 values differ by a whole
-number: mostly 0 where the learning rate is small. The message is, as `coder.py` codes them,
+Both ends round the weights that they hold to bf16. If bf16 values are numbered in order, two of them differ by a
+whole number: mostly 0 if the learning rate is small. The message contains, coded by `coder.py`,
 
     a bit for each value that changed, the lowest bit first
     for each of these, its difference in one byte; -128: it is among the next ones
     each difference beyond 127 in two bytes, little-endian
 
-What a guest then holds are the host's weights in bf16, to the bit. A message has no length known before, but one is
-never longer than thin's (`worth_sending`), and nothing is decoded beyond what its piece can hold.
+A guest then has exactly the host's weights in bf16. The length of a message is not known in advance, but it is
+never longer than thin's (`worth_sending`), and nothing is decoded beyond the size of its piece.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from potluck.codec.tensors import spans
 from potluck.errors import WireError
 
 THIN_BITS = 1.89
-"""What thin takes for a value of the weights' change (docs/log.md)."""
+"""Bits that thin needs for a value of the weights' change (docs/log.md)."""
 MOST_CHANGED = 0.34
-"""Above this part of changed values, their differences take more bits than thin does (docs/log.md)."""
+"""If more than this part of the values changed, their differences take more bits than thin (docs/log.md)."""
 _WIDE = -128
 
 Buffer = bytes | memoryview
 
 
 def differences(target: Tensor, replica: Tensor) -> Tensor:
-    """By how many bf16 values each of [count] float32 differs from the replica's: [count] int16, modulo 65,536."""
+    """The difference of each of [count] float32 values from the replica's, in bf16 steps: [count] int16, modulo
+    65,536."""
     found = torch.empty(target.numel(), dtype=torch.int16, device=target.device)
     for start, stop in spans(target.numel(), target.device):
         torch.sub(_numbers(target[start:stop]), _numbers(replica[start:stop]), out=found[start:stop])
@@ -52,7 +53,7 @@ def apply(found: Tensor, values: Tensor) -> None:
 
 
 def worth_sending(found: Tensor, message: Buffer | None = None) -> bool:
-    """Whether the differences, or their message, take less than thin would."""
+    """Whether the differences, or their message, are shorter than thin's message."""
     if message is not None:
         return 8 * len(message) < THIN_BITS * found.numel()
     return int(torch.count_nonzero(found)) < MOST_CHANGED * found.numel()
@@ -72,8 +73,7 @@ def to_wire(found: Tensor) -> bytes:
 def from_wire(message: Buffer, count: int) -> Tensor:
     """The differences of `count` values in a message.
 
-    Raises:
-        WireError: the message is none of so many values.
+    Raises: WireError: this is not a message for this many values.
     """
     if 8 * len(message) >= max(THIN_BITS * count, 512):
         raise WireError(f"{len(message)} bytes for {count} values in {BF16_CHANGES}")
@@ -101,9 +101,9 @@ def from_wire(message: Buffer, count: int) -> Tensor:
 
 
 def _numbers(values: Tensor) -> Tensor:
-    """The place of each value, rounded to bf16, in the order of all: [n] float32 -> [n] int16.
+    """The number of each value, rounded to bf16, in the order of all bf16 values: [n] float32 -> [n] int16.
 
-    By integers only, so that every device rounds in the same way: to the nearest, and to even.
+    Uses integers only, so that every device rounds in the same way: to the nearest, ties to even.
     """
     bits = values.view(torch.int32)
     rounded = bits.bitwise_right_shift(16).bitwise_and_(1).add_(bits).add_(0x7FFF).bitwise_right_shift_(16)
@@ -116,5 +116,5 @@ def _values(numbers: Tensor) -> Tensor:
 
 
 def _turned(bits: Tensor) -> Tensor:
-    """Sign and magnitude <-> a number in order; its own inverse."""
+    """Convert between sign and magnitude and an ordered number; the function is its own inverse."""
     return bits.bitwise_right_shift(15).bitwise_and_(0x7FFF).bitwise_xor_(bits)

@@ -1,8 +1,9 @@
-"""The entropy coder of thin and of exact changes: Huffman codes, by zstandard told to look for hardly any matches.
+"""The entropy coder of thin and of exact changes: Huffman codes, from zstandard with almost no search for matches.
 
-zlib's Huffman codes take as many bits and seven times as long (docs/log.md). What arrives is not trusted: nothing
-is decoded beyond a length that is known, no window larger than the sender's is made, and blocks are counted before
-they are decoded. Each may bring tables of its own: a message of small ones took 160 times as long as an honest one.
+zlib's Huffman codes take as many bits and seven times as long (docs/log.md). Received data is not trusted: nothing
+is decoded beyond a known length, no window larger than the sender's is allocated, and blocks are counted before
+they are decoded, because each may have its own tables: a message of small blocks took 160 times as long as an
+honest one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ except ModuleNotFoundError:  # a checkout that was updated: it is a dependency s
 
 WINDOW_LOG = 17
 LEAST_BLOCK, MOST_SMALL_BLOCKS = 1024, 16
-"""A message may have a block for so many decoded bytes, and so many more. `coded` makes blocks of 128 KiB."""
+"""A message may have one block per this many decoded bytes, plus this many more. `coded` makes blocks of 128
+KiB."""
 _HUFFMAN = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST,
     min_match=7,
@@ -35,7 +37,7 @@ _HUFFMAN = zstandard.ZstdCompressionParameters(
 
 
 class _Coders(threading.local):
-    """Each thread has its own: one may not be used by two at once."""
+    """Each thread has its own coder, because two threads must not use one at the same time."""
 
     def __init__(self) -> None:
         self.encoder = zstandard.ZstdCompressor(compression_params=_HUFFMAN)
@@ -46,7 +48,7 @@ _coders = _Coders()
 
 
 def coded(*parts: np.ndarray) -> list[bytes]:
-    """The bytes of contiguous arrays one after the other, each with codes of its own; to be joined."""
+    """The coded bytes of contiguous arrays, each with its own Huffman codes, to be concatenated."""
     stream = _coders.encoder.compressobj(size=sum(part.nbytes for part in parts))
     found = []
     for part in parts[:-1]:
@@ -55,17 +57,16 @@ def coded(*parts: np.ndarray) -> list[bytes]:
 
 
 def decoded(message: bytes | memoryview, most: int, codec: str) -> np.ndarray:
-    """What was coded, [at most `most`] uint8.
+    """The decoded bytes, [at most `most`] uint8.
 
-    Raises:
-        WireError: nothing was coded so, or more than `most` bytes.
+    Raises: WireError: invalid code, or more than `most` bytes.
     """
     try:
         says = zstandard.frame_content_size(message)  # that much memory will be taken
         if bytes(message[:4]) != zstandard.FRAME_HEADER:  # a frame to be skipped says 0, and takes what it likes
             raise WireError(f"a {codec} message that begins with something else")
         if not 0 <= says <= most:
-            raise WireError(f"a {codec} message of {says} bytes where there may be {most}")
+            raise WireError(f"a {codec} message of {says} bytes where the largest allowed is {most}")
         _count_blocks(message, MOST_SMALL_BLOCKS + says // LEAST_BLOCK, codec)
         found = _coders.decoder.decompress(message, allow_extra_data=False)
     except zstandard.ZstdError as error:
@@ -74,7 +75,7 @@ def decoded(message: bytes | memoryview, most: int, codec: str) -> np.ndarray:
 
 
 def _count_blocks(message: bytes | memoryview, most: int, codec: str) -> None:
-    """Raises WireError where a frame has more than `most` blocks; the decoder judges all else."""
+    """Raises WireError if a frame has more than `most` blocks; the decoder checks everything else."""
     at = zstandard.frame_header_size(message)
     for _ in range(most):
         header = int.from_bytes(message[at : at + 3], "little")

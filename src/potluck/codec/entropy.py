@@ -1,12 +1,12 @@
 """From a codec's payload in host memory to the bytes that are sent, and back: entropy coding for thin.
 
-The message of a thin payload is one byte that says how the rest is coded:
+The message of a thin payload begins with one byte that says how the rest is coded:
 
     0   the payload as it is
     1   the scales' upper bytes, their lower bytes and the codes, as `coder.py` codes them
 
-Other codecs' payloads are sent as they are. No message is longer than its payload and one byte, and nothing is
-decoded beyond the payload's length, which is known: what arrives is not trusted.
+Other codecs' payloads are sent unchanged. A message is at most one byte longer than its payload. Received data is
+not trusted: nothing is decoded beyond the payload's length, which is known.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def least_and_most_bytes(codec: Codec, count: int) -> tuple[int, int]:
 
 
 def to_wire(codec: Codec, payload: Tensor) -> Buffer:
-    """The message of a payload, [nbytes] uint8 in host memory; shares its memory where nothing is to be done."""
+    """The message of a payload, [nbytes] uint8 in host memory; shares its memory if it is unchanged."""
     flat = payload.detach().contiguous().numpy()
     whole = memoryview(flat)  # type: ignore[arg-type]
     if not isinstance(codec, ThinCodec):
@@ -52,8 +52,7 @@ def to_wire(codec: Codec, payload: Tensor) -> Buffer:
 def from_wire(codec: Codec, message: Buffer, count: int) -> Tensor:
     """The payload of `count` values in a message, [nbytes(count)] uint8.
 
-    Raises:
-        WireError: the message is none of this codec and of so many values.
+    Raises: WireError: this is not a message of this codec for this many values.
     """
     nbytes = codec.nbytes(count)
     least, most = least_and_most_bytes(codec, count)
@@ -83,6 +82,6 @@ def _scale_bytes(codec: ThinCodec, nbytes: int) -> int:
 
 
 def _tensor(buffer: Buffer) -> Tensor:
-    """A tensor over received bytes; copied only where they cannot be written."""
+    """A tensor over received bytes; copied only if they are read-only."""
     flat = np.frombuffer(buffer, dtype=np.uint8)
     return torch.from_numpy(flat if flat.flags.writeable else flat.copy())

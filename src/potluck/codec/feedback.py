@@ -1,4 +1,4 @@
-"""Error feedback (what a codec loses now is sent later), a replica that follows its target, sums of payloads."""
+"""Error feedback (rounding errors are sent later), a replica that follows its target, and sums of payloads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from potluck.codec.tensors import spans
 
 
 def encode_with_feedback(codec: Codec, values: Tensor, residual: Tensor) -> Tensor:
-    """Encode `values + residual` and leave in `residual` what the payload lost of it.
+    """Encode `values + residual` and store the rounding error in `residual`.
 
-    So all payloads together decode to the sum of all values, less the last residual. A payload that is not
-    finite (see `codec.finite`) counts for nothing at the receiver, and leaves the residual as it was.
+    So all payloads together decode to the sum of all values, less the last residual. The receiver ignores a payload
+    that is not finite (see `codec.finite`), and the residual does not change.
 
     Args:
         values: [count] float32, contiguous. Scratch: overwritten.
@@ -37,12 +37,11 @@ def encode_with_feedback(codec: Codec, values: Tensor, residual: Tensor) -> Tens
 
 
 def encode_change(codec: Codec, target: Tensor, replica: Tensor) -> Tensor:
-    """Encode `target - replica` and add what the payload holds of it to `replica`.
+    """Encode `target - replica` and add the decoded payload to `replica`.
 
-    Whoever has the same replica and adds the decoded payload to it has the same bits again, on any device:
-    the decoded values are the same everywhere, and the sum of two float32 has one correct rounding. What a
-    payload loses is part of the next difference. A payload that is not finite (see `codec.finite`) leaves
-    the replica as it was.
+    Another copy of the replica that adds the decoded payload has the same bits afterwards, on any device: the
+    decoded values are the same everywhere, and the sum of two float32 has one correct rounding. The rounding error
+    is part of the next difference. A payload that is not finite (see `codec.finite`) does not change the replica.
 
     Args:
         target: [count] float32; not changed.
@@ -70,13 +69,13 @@ def add_decoded(
     first: bool,
     room: Callable[[int], Tensor],
 ) -> None:
-    """Add what the payloads of pieces decode to; with `first`, write it over whatever `total` holds.
+    """Add the decoded payloads of pieces to `total`; with `first`, overwrite it.
 
     Args:
         payload: the pieces' payloads one after the other, [bytes] uint8.
         counts: how many values each piece has.
         total: [sum of counts] float32, contiguous, on the payload's device; changed in place.
-        room: gives memory for so many float32 there, where that is needed.
+        room: returns memory for this many float32 on that device, if needed.
     """
     summed = _in_place(total, "total")
     fusable = isinstance(codec, BlockCodec) and fused.usable(summed.device)
@@ -95,7 +94,7 @@ def add_decoded(
 
 
 def rehearse(codec: Codec, counts: Iterable[int], device: torch.device) -> None:
-    """Compile now what would be compiled at its first use, for pieces of this many values."""
+    """Compile kernels for pieces of this many values now, instead of at their first use."""
     if not (isinstance(codec, BlockCodec) and fused.usable(device)):
         return
     for count in set(counts):

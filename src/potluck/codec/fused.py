@@ -1,7 +1,7 @@
 """Runs the block codecs as fused kernels on a GPU, if Triton works there and its results pass a test.
 
-Each function gives the same bits as its counterpart in plain torch; but for the scales of thin, which are sums in
-another order, and so may differ in their last bit.
+Each function gives the same bits as its counterpart in plain torch, except for the scales of thin, which are sums
+in another order and may differ in the last bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _trying = threading.Lock()
 
 
 class Blocks(Protocol):
-    """What these functions need of a block codec."""
+    """The parts of a block codec that these functions need."""
 
     step: float
     block_bytes: ClassVar[int]
@@ -29,7 +29,7 @@ class Blocks(Protocol):
 
 
 def usable(device: torch.device) -> bool:
-    """Whether the kernels can be used on this device; the first question for a GPU tries them."""
+    """Whether the kernels can be used on this device. The first call for a GPU tests them."""
     if device.type != "cuda":
         return False
     known = _trials.get(device)
@@ -49,12 +49,12 @@ def encode(codec: Blocks, values: Tensor) -> Tensor:
 
 
 def decode(codec: Blocks, payload: Tensor, out: Tensor) -> None:
-    """Into `out`."""
+    """Decode into `out`."""
     _decode(codec, payload, out, "WRITE")
 
 
 def add_pieces(codec: Blocks, payload: Tensor, counts: Sequence[int], total: Tensor, *, first: bool) -> bool:
-    """Add what payloads one after the other decode to; with `first`, write it. False: they lie too unevenly."""
+    """Add decoded consecutive payloads; with `first`, overwrite. Returns False if they are not evenly spaced."""
     each, equal = counts[0], len(counts) if counts[-1] == counts[0] else len(counts) - 1
     nbytes = codec.nbytes(each)
     if nbytes % 2 or payload.data_ptr() % 2 or any(count != each for count in counts[:equal]):
@@ -67,7 +67,7 @@ def add_pieces(codec: Blocks, payload: Tensor, counts: Sequence[int], total: Ten
 
 
 def encode_change(codec: Blocks, target: Tensor, replica: Tensor) -> Tensor:
-    """Of target - replica; what the payload holds of it is added to the replica, if it is finite."""
+    """Encode target - replica, and add the decoded payload to the replica if it is finite."""
     payload = torch.empty(codec.nbytes(replica.numel()), dtype=torch.uint8, device=replica.device)
     worst = _encode(codec, target, replica, payload, "DIFFERENCE")
     _decode(codec, payload, replica, "ADD_IF_FINITE", worst=worst)
@@ -75,7 +75,7 @@ def encode_change(codec: Blocks, target: Tensor, replica: Tensor) -> Tensor:
 
 
 def encode_with_feedback(codec: Blocks, values: Tensor, residual: Tensor) -> Tensor:
-    """Of values + residual; what the payload lost of it is left in the residual, if the payload is finite."""
+    """Encode values + residual, and store the rounding error in the residual if the payload is finite."""
     payload = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
     worst = _encode(codec, values, residual, payload, "SUM")
     _decode(codec, payload, residual, "SUBTRACT_IF_FINITE", other=values, worst=worst)
@@ -128,7 +128,8 @@ def _programs(count: int) -> int:
 
 
 def _passes_trial(device: torch.device) -> bool:
-    """Triton needs a compiler on the machine and a GPU that it knows; and its results must be plain torch's."""
+    """Test the kernels: Triton needs a compiler and a GPU that it supports, and the results must equal plain
+    torch's."""
     from potluck.codec.block import Int4Codec, Int8Codec
     from potluck.codec.thin import ThinCodec
 

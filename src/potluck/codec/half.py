@@ -28,8 +28,8 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 class HalfCodec:
     """Payload: `count` 16-bit floats, 2 bytes per value.
 
-    fp16 keeps 11 bits and ends at 65,504, beyond which a value counts as not finite; bf16 keeps 8 bits and
-    the range of float32.
+    fp16 keeps 11 bits and ends at 65,504; a larger value counts as not finite. bf16 keeps 8 bits and the range of
+    float32.
     """
 
     name: str

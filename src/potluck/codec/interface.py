@@ -10,21 +10,21 @@ from torch import Tensor
 Report = Callable[[int, Tensor], None]
 """Called as `report(start, decoded)`: values `start .. start + len(decoded)` will be decoded as `decoded`.
 
-`decoded` must not be changed, and holds until the call returns: then its memory may be used again.
+`decoded` must not be changed, and is valid until the call returns: then its memory may be reused.
 """
 
 
 class Codec(Protocol):
     """Packs a piece: a 1-D float32 tensor of `count` values <-> a 1-D uint8 payload on the same device.
 
-    A codec has no state: one object may be used from any number of threads at once. What arrives in a payload
-    is never trusted: whatever its bytes, decoding either returns `count` values or raises WireError.
-    All numbers in a payload are little-endian.
+    A codec has no state: one object may be used from any number of threads at once. A payload is never trusted:
+    whatever its bytes, decoding either returns `count` values or raises WireError. All numbers in a payload are
+    little-endian.
     """
 
     @property
     def name(self) -> str:
-        """What `get` was given, in its shortest form."""
+        """The codec's name, in its shortest form."""
         ...
 
     def nbytes(self, count: int) -> int:
@@ -37,7 +37,7 @@ class Codec(Protocol):
         ...
 
     def encode_reporting(self, values: Tensor, report: Report) -> Tensor:
-        """As `encode`, and reports what the payload decodes to, in ranges that cover all values in order.
+        """Like `encode`, and also report the decoded values, in ranges that cover all values in order.
 
         The reported bits are those that `decode` gives on any device. Reports nothing at all if the payload
         is not finite.
@@ -58,12 +58,12 @@ class Codec(Protocol):
     def finite(self, payload: Tensor, count: int) -> bool:
         """True if the payload has the right length, can be decoded, and decodes to finite values only.
 
-        So `decode` does not raise where this is True. Cheap where it can be: a codec with scales looks at
-        nothing else. Waits for the device.
+        So `decode` does not raise where this is True. Cheap if possible: a codec with scales checks only the
+        scales. Waits for the device.
         """
         ...
 
     def most_norm(self, payload: Tensor, count: int) -> float:
-        """At least the Euclidean norm of what a payload of the right length decodes to, and not much more: a codec
-        with scales looks at nothing else. Infinite where `finite` is False. Waits for the device."""
+        """A close upper bound of the Euclidean norm of a payload's decoded values: a codec with scales uses only
+        the scales. Infinite where `finite` is False. Waits for the device."""
         ...

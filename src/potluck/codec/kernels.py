@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 AS_IT_IS, SUM, DIFFERENCE = 0, 1, 2
-"""What is encoded: a; a + b, which is left in a; a - b."""
+"""What is encoded: a; a + b, which is stored in a; a - b."""
 WRITE, ADD, ADD_IF_FINITE, SUBTRACT_IF_FINITE = 0, 1, 2, 3
-"""What becomes of decoded values d: out = d; out += d; the same; out = other - d."""
+"""The use of decoded values d: out = d; out += d; the same; out = other - d."""
 
 ROWS = tl.constexpr(32)
 
@@ -100,7 +100,7 @@ def _put(out, other, at, count, decoded, DO: tl.constexpr):
 def decode_kernel(payload, out, other, worst, count, DO: tl.constexpr, PACKED: tl.constexpr):
     """payload: [pieces, nbytes] uint8 -> out: [pieces, count] float32; other: the same shape.
 
-    A product of a code and a scale is exact, so that it does not matter here whether it is fused with the sum.
+    A product of a code and a scale is exact, so it does not matter here whether it is fused with the sum.
     """
     piece = tl.program_id(1).to(tl.int64)
     blocks = (count + 127) // 128

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
+from potluck.balance.codecs import AUTO, DEFAULT_TOPK_RATIO
 from potluck.errors import ConfigError
 
 NAMES: tuple[str, ...] = ("none", "fp16", "bf16", "int8", "int4", "thin", "topk")
 
-AUTO = "auto"
-"""No codec, but the choice of one for each guest by its link: see `balance/codecs.py`."""
-DEFAULT_TOPK_RATIO = 0.01
 DEFAULT_STEP = 1.0
-"""Of thin: a block's step in root mean squares of its values."""
+"""Default argument of thin: a block's step in root mean squares of its values."""
 DOWN_THIN = "thin:1.25"
 BF16_CHANGES = "bf16-changes"
-"""No codec of a run: how weights' changes are sent where all guests compute in bf16: see `changes.py`."""
+"""Not a codec of a run: how weights' changes are sent if all guests compute in bf16; see `changes.py`."""
 LEAST_STEP, MOST_STEP = 0.25, 4.0
 
 
@@ -40,7 +38,7 @@ def parse(name: str) -> tuple[str, float | None]:
     if family == "thin":
         if not LEAST_STEP <= argument <= MOST_STEP:
             raise ConfigError(
-                f"codec {name!r}: {text!r} is no step in root mean squares of a block",
+                f"codec {name!r}: {text!r} is not a step in root mean squares of a block",
                 hint=f"give a number from {LEAST_STEP} to {MOST_STEP:g}, for example 'thin:1.25', or just 'thin'",
             )
     elif not 0.0 < argument <= 1.0:
@@ -67,7 +65,8 @@ def first_of(codec: str) -> str:
 
 
 def parse_collective(name: str) -> tuple[str, float | None]:
-    """As `parse`, for the all-reduces of torch.distributed: there every message has a length known before."""
+    """Like `parse`, for the all-reduces of torch.distributed, where the length of every message is known in
+    advance."""
     family, argument = parse(name)
     if family == "thin":
         raise ConfigError(f"codec {name!r} is for a host and its guests only", hint="use 'int4'")
@@ -77,7 +76,8 @@ def parse_collective(name: str) -> tuple[str, float | None]:
 def down_of(codec: str) -> str:
     """The codec of the weights' changes for this one of the gradients.
 
-    topk would drop too much of them: int8. They bear larger steps than gradients do (docs/log.md): thin:1.25.
+    For topk, which would drop too much, it is int8. For thin it is thin:1.25, because changes tolerate larger steps
+    than gradients (docs/log.md).
     """
     family, argument = parse(codec)
     if family == "topk":

@@ -15,7 +15,7 @@ from potluck.errors import ConfigError
 
 
 class Codecs:
-    """Codecs by name, made once; one of them is meant where no name is given. For any number of threads."""
+    """Codecs by name, made once, one of which is the default. Usable from any thread."""
 
     def __init__(self, first: str | Codec) -> None:
         self.first = get(first) if isinstance(first, str) else first
@@ -23,11 +23,11 @@ class Codecs:
 
     @property
     def likely(self) -> tuple[Codec, ...]:
-        """What may be asked for: a run that begins with int4 may go over to thin."""
+        """The codecs that a run may use: one that begins with int4 may switch to thin."""
         return (self.first, get("thin")) if isinstance(self.first, Int4Codec) else (self.first,)
 
     def called(self, name: str) -> Codec:
-        """Raises ConfigError where there is no such codec."""
+        """Raises ConfigError if there is no such codec."""
         found = self._made.get(name)
         if found is None:
             found = self._made[name] = get(name)
@@ -35,7 +35,7 @@ class Codecs:
 
 
 def get(name: str) -> Codec:
-    """The codec called `name`; `get(codec.name)` packs in the same way, so that a name can travel.
+    """The codec called `name`. `get(codec.name)` packs in the same way, so a name can be sent.
 
     Raises:
         ConfigError: there is no such codec; the hint names the nearest one.

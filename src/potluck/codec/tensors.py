@@ -1,4 +1,4 @@
-"""What the codecs share: checks, views of bytes as numbers, and work in parts that fit the cache."""
+"""Shared functions of the codecs: checks, views of bytes as numbers, and work in parts that fit into the cache."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from potluck.errors import WireError
 ALONE_VALUES = 131_072
 """Values handled at a time by a thread that computes on one core (torch.set_num_threads(1) in that thread).
 
-512 KiB of float32 stay in a core's own cache from one pass to the next. Fewer would cost more than they save:
-each operation gives up the interpreter's lock, and a busy training thread is in no hurry to return it.
+512 KiB of float32 stay in a core's own cache from one pass to the next. Smaller parts would cost more than they
+save: each operation releases the interpreter's lock, and a busy training thread returns it late.
 """
 
 SHARED_VALUES = 32_768
 """The same in any other thread: the most that PyTorch computes without splitting an operation over cores.
 
-A codec works beside a training thread and must not take its cores. Sums and maxima are split from 32,768
-values on, not above, and get half as many.
+A codec runs beside a training thread and must not take its cores. PyTorch splits sums and maxima at exactly 32,768
+values already, so they get half as many.
 """
 
 MAGNITUDE = 0x7FFF_FFFF
-"""Selects a float32 without its sign. As integers, such bits are ordered as the numbers are, with NaN above
-all: unlike a maximum of floats, a maximum of these cannot lose a NaN on any device."""
+"""Selects a float32 without its sign. As integers, such bits have the order of the numbers, with NaN above all.
+Unlike a maximum of floats, their maximum cannot lose a NaN on any device."""
 
 
 def spans(count: int, device: torch.device, *, reducing: bool = False) -> Iterator[tuple[int, int]]:
-    """Cut 0..count into ranges to be handled one after the other; each starts at a multiple of 16,384.
+    """Cut 0..count into ranges to be processed one after the other; each starts at a multiple of 16,384.
 
     Args:
         reducing: whether the values are summed or compared, and not each handled by itself.
@@ -98,7 +98,7 @@ def destination(out: Tensor | None, count: int, device: torch.device) -> Tensor:
 
 
 def numbers(payload: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n * itemsize] uint8 seen as [n] numbers of `dtype`; copied only where they lie at an odd address."""
+    """[n * itemsize] uint8 viewed as [n] numbers of `dtype`; copied only if the address is not aligned."""
     if payload.data_ptr() % dtype.itemsize or payload.storage_offset() % dtype.itemsize:
         payload = payload.clone()
     return payload.view(dtype)
@@ -116,7 +116,7 @@ def all_finite(values: Tensor) -> bool:
 
 
 EASY_NORM = 1e15
-"""Below it no square overflows float32, so that one pass tells both: all values are finite, and their norm."""
+"""Below this no square overflows float32, so one pass gives both the norm and whether all values are finite."""
 
 
 def norm(values: Tensor) -> float:

@@ -3,7 +3,7 @@
 The payload is laid out as int4's. A scale is `step` times its block's root mean square, so that most codes are 0, 1
 or -1 and an entropy coder (entropy.py) needs about 2.1 bits for each. Scaling by the largest value, as int4 does,
 gives steps of about 0.4 root mean squares and needs 3.4 bits. A block with a value beyond 7 steps is rare, and is
-scaled as by int4, so that no code is clipped: what is not sent now would come late.
+scaled as in int4, so that no code is clipped: clipped values would be sent late.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from potluck.codec.names import DEFAULT_STEP
 from potluck.codec.tensors import spans
 
 MOST_RMS = 1e15
-"""Below it no square of a value overflows float32; a block beyond it is scaled by its largest value."""
+"""Below this no square of a value overflows float32; a block above it is scaled by its largest value."""
 
 
 class ThinCodec(Int4Codec):
-    """Codes of -7..7 with about two bits each on the wire; magnitudes up to about 7 * 2^125."""
+    """Codes of -7..7 that take about two bits each when sent; magnitudes up to about 7 * 2^125."""
 
     def __init__(self, step: float = DEFAULT_STEP) -> None:
         self.step = step
@@ -36,7 +36,7 @@ class ThinCodec(Int4Codec):
 
 
 def _root_mean_squares(values: Tensor) -> Tensor:
-    """[count] float32 -> [blocks] float32; infinite or not a number where a square overflows."""
+    """[count] float32 -> [blocks] float32; infinity or NaN where a square overflows."""
     count, left = values.numel(), values.numel() % BLOCK
     norms = values.new_empty(-(-count // BLOCK))
     for start, stop in spans(count - left, values.device, reducing=True):

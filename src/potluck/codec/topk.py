@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from potluck.balance.codecs import DEFAULT_TOPK_RATIO
 from potluck.codec.interface import Report
-from potluck.codec.names import DEFAULT_TOPK_RATIO
 from potluck.codec.tensors import (
     MAGNITUDE,
     all_finite,

@@ -16,7 +16,7 @@ from potluck.device.trace import Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """The device's memory in total, and what is free now."""
+    """The device's total memory, and its free memory now."""
 
     total_bytes: int
     free_bytes: int
@@ -41,7 +41,7 @@ class Device(ABC):
     """A device. Used by one training thread; to_host and from_host may be called from any thread."""
 
     kind: str
-    """The name that users type, without what follows the colon: cpu, cuda, mps, paced."""
+    """The name that users type, without the part after the colon: cpu, cuda, mps, paced."""
 
     ahead: int = 0
     """Micro-batches that may be queued behind the running one; 0: each ends before the next is queued."""
@@ -59,7 +59,7 @@ class Device(ABC):
         self.reason = "asked for by name"
         """Why this device was chosen."""
         self.trace: Trace | None = None
-        """Where the intervals of computing are written, if they are traced."""
+        """The trace to which intervals of computing are written, if any."""
         self._began_s: float | None = None
         self._waited_s = 0.0
 
@@ -75,18 +75,19 @@ class Device(ABC):
 
     @abstractmethod
     def from_host(self, tensor: Tensor) -> Tensor:
-        """A CPU tensor brought to this device (on the CPU: itself)."""
+        """A CPU tensor copied to this device (on the CPU: itself)."""
 
     def to_host_later(self, tensor: Tensor) -> Tensor:
         """A CPU tensor that holds these values once the next mark has been passed."""
         return self.to_host(tensor)
 
     def staged(self, tensor: Tensor) -> Tensor:
-        """A CPU tensor in the host memory from which `joined` takes it the fastest; where that is any, the same."""
+        """A CPU tensor in the kind of host memory that `joined` reads fastest; the same tensor if any memory will
+        do."""
         return tensor
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """CPU tensors of bytes brought to this device as one, back to back (on the CPU: a single one is itself)."""
+        """CPU tensors of bytes, concatenated and copied to this device (on the CPU: a single one is itself)."""
         return self.from_host(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
 
     def host_buffer(self, count: int) -> Tensor:
@@ -127,8 +128,8 @@ class Device(ABC):
     def waited(self, seconds: float) -> None:
         """The last seconds were spent waiting for the network and do not count as computing.
 
-        Called right after the waiting, between begin() and end(). A device that works on while its thread waits
-        is credited with too little; what end() returns is then a lower bound.
+        Called right after the waiting, between begin() and end(). If a device computes while its thread waits, too
+        little time is counted, and end() returns a lower bound.
         """
         self._waited_s += seconds
         if self.trace is not None:

@@ -20,7 +20,7 @@ from potluck.errors import ConfigError
 
 PINNED_LIMIT_BYTES = 64 << 20
 """Copies up to this size go through pinned memory, at 54 GB/s on an H200 where ordinary memory takes 1.5 to 12.
-torch keeps what it once pinned, which larger copies are too rare to deserve."""
+torch never releases pinned memory, and larger copies are too rare for that."""
 
 PEAK_FLOPS = {
     "H200": 989e12,
@@ -35,8 +35,8 @@ PEAK_FLOPS = {
     "GeForce RTX 3090": 71e12,
     "GeForce RTX 3080": 59e12,
 }
-"""Dense bf16 with sums in float32, from the maker's data sheets, by the part after NVIDIA in the device's name.
-A name that is not here (a Ti, a laptop's) has another rate."""
+"""Dense bf16 with sums in float32, from the maker's data sheets, by the part after NVIDIA in the device's name. A
+name that is not listed (a Ti, a laptop's card) has a different rate."""
 
 
 class CudaMark(Mark):
@@ -159,7 +159,7 @@ def _peak(name: str) -> float | None:
 
 
 def why_not() -> str | None:
-    """Why CUDA cannot be used here, in words; None when it can."""
+    """Why CUDA cannot be used here; None if it can."""
     if torch.version.cuda is None and torch.version.hip is None:
         return "this torch is built without it"
     if torch.cuda.is_available():
@@ -172,7 +172,7 @@ def why_not() -> str | None:
 
 
 def seems_present() -> bool:
-    """Whether this machine has an NVIDIA or AMD GPU's driver, whatever torch can do with it."""
+    """Whether this machine has the driver of an NVIDIA or AMD GPU, even if torch cannot use it."""
     return any(map(os.path.exists, ("/proc/driver/nvidia/version", "/dev/kfd"))) or bool(shutil.which("nvidia-smi"))
 
 

@@ -58,7 +58,7 @@ class MpsDevice(Device):
 
 
 def why_not() -> str | None:
-    """Why MPS cannot be used here, in words; None when it can."""
+    """Why MPS cannot be used here; None if it can."""
     if not torch.backends.mps.is_built():
         return "this torch is built without it"
     if not torch.backends.mps.is_available():

@@ -1,12 +1,12 @@
 """A device of a chosen speed: real mathematics on the CPU or a GPU, then sleep until the emulated time has passed.
 
-It exists to measure fleets on one machine, so it must be honest: no gradient may be available before the emulated
+It exists to measure fleets on one machine, so it must be accurate: no gradient may be available before the emulated
 device could have computed it.
 
-The micro-batch's emulated time is a line that starts at begin(): a third for the forward, two thirds for
-the backward, spread over the layers by their numbers of elements. Hooks on the layers hold the computation
-back to the point of the line that it has reached. Points are absolute: real work that was slow and sleeps
-that were long are made up for by the shares that follow. Waiting for the network moves the whole line.
+The micro-batch's emulated time is a line that starts at begin(): a third for the forward, two thirds for the
+backward, spread over the layers by their numbers of elements. Hooks on the layers delay the computation until its
+point on the line. Points are absolute, so later layers make up for slow work and long sleeps. Waiting for the
+network moves the whole line.
 
 The speed may change from step to step, as that of a machine that gets hot or has other work does.
 """
@@ -31,10 +31,10 @@ FORWARD_PART = 1 / 3
 
 
 class Pacing(Device):
-    """Holds the device that comes after it among the base classes back to `seconds_per_sample`.
+    """Slows the device that follows it among the base classes down to `seconds_per_sample`.
 
-    As fast as that device where it is slower. Where work is queued, nothing is given to the device before its
-    time. `changes`: (step, seconds a sample from that step on), steps counted from 1 and rising.
+    A slower device keeps its own speed. On a device with a queue, no work is queued before its time. `changes`:
+    (step, seconds per sample from that step on), with increasing steps counted from 1.
     """
 
     kind = "paced"
@@ -44,7 +44,7 @@ class Pacing(Device):
         super().__init__()  # type: ignore[call-arg]  # the other base class's
         self.peak_flops = None
         self.seconds_per_sample = seconds_per_sample
-        """Seconds per sample in the step under way."""
+        """Seconds per sample in the current step."""
         self._speeds = [(1, seconds_per_sample), *changes]
         self.label = f"paced {seconds_per_sample:g} s/sample on {self.torch_device.type}"
         self.label += ", changing" if changes else ""
@@ -63,7 +63,7 @@ class Pacing(Device):
     def attach(self, model: nn.Module) -> None:
         """Hook the model's layers and trained parameters; another call replaces the first.
 
-        Call it before anyone who sends gradients away hooks them: hooks run in the order of registration.
+        Call it before any code that sends gradients hooks them, because hooks run in the order of registration.
         """
         for hook in self._hooks:
             hook.remove()
@@ -127,11 +127,11 @@ class Pacing(Device):
 
 
 class PacedDevice(Pacing, CpuDevice):
-    """The CPU, held back."""
+    """The CPU, slowed down."""
 
 
 class PacedCudaDevice(Pacing, cuda.CudaDevice):
-    """A GPU, held back."""
+    """A GPU, slowed down."""
 
     kind = "paced"
 
@@ -143,8 +143,8 @@ def _share(done: int, total: int) -> float:
 def _parameters(model: nn.Module) -> list[tuple[nn.Module, Tensor, int]]:
     """(owner, parameter, work in elements) in the order of the forward; a tied one once for each owner.
 
-    Looking rows up in an embedding is nearly free, so its weight does no work there; one tied to an output
-    head does its work in the head.
+    Looking up rows of an embedding is nearly free, so its weight counts no work there; a weight tied to an output
+    head counts in the head.
     """
     return [
         (module, parameter, 0 if isinstance(module, nn.Embedding | nn.EmbeddingBag) else parameter.numel())
@@ -161,10 +161,10 @@ def _forward_work(model: nn.Module) -> dict[nn.Module, int]:
 
 
 def _backward_work(model: nn.Module) -> tuple[dict[Tensor, int], int]:
-    """For each trained parameter the work that its gradient's arrival concludes, and all there is.
+    """For each trained parameter the work that is finished when its gradient arrives, and the total work.
 
-    The backward visits the layers in reverse. Work whose own end shows in no hook, that of frozen parameters
-    and of all but the last visit to a tied one, is concluded by the next gradient; what is left, by end().
+    The backward visits the layers in reverse. Work without its own hook (of frozen parameters, and all visits to a
+    tied one except the last) is finished by the next gradient; the rest by end().
     """
     visits = _parameters(model)
     visits_left = Counter(parameter for _, parameter, _ in visits)
@@ -179,7 +179,7 @@ def _backward_work(model: nn.Module) -> tuple[dict[Tensor, int], int]:
 
 
 def make(argument: str) -> Pacing:
-    """The device that "paced:0.6" names, or "paced:0.6,9=0.3" where the speed is another one from step 9 on.
+    """The device that "paced:0.6" names, or "paced:0.6,9=0.3", whose speed changes at step 9.
 
     "paced:0.6@cuda" computes on a GPU.
     """
@@ -193,7 +193,7 @@ def make(argument: str) -> Pacing:
     steps = [_step(step) for step, _, _ in words]
     if steps != sorted(set(steps)) or any(step < 2 for step in steps):
         raise ConfigError(
-            f"a paced device changes its speed at later and later steps, not as in {argument!r}",
+            f"the steps at which a paced device changes its speed must increase, unlike in {argument!r}",
             hint="for example --device paced:0.6,9=0.3,17=0.6: steps from 2 on, each with its seconds a sample",
         )
     changes = list(zip(steps, [_seconds(seconds) for _, _, seconds in words]))
@@ -205,7 +205,7 @@ def make(argument: str) -> Pacing:
 
 
 def _step(word: str) -> int:
-    """The step's number; 0, which no step has, where there is none."""
+    """The step's number; 0 if there is none."""
     word = word.strip()
     return int(word) if word.isascii() and word.isdecimal() and len(word) <= 9 else 0
 

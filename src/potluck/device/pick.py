@@ -13,11 +13,12 @@ from potluck.device.cpu import CpuDevice
 from potluck.device.trace import Trace
 from potluck.errors import ConfigError
 from potluck.limits import usable_cores
+from potluck.plan.devices import NO_NEURAL_ENGINE
 
 Factory = Callable[[str], Device]
-"""Makes the device of a kind; gets what stood after the colon ("1" of "cuda:1"), or "".
+"""Makes the device of a kind. Its argument is the text after the colon ("1" of "cuda:1"), or "".
 
-It raises ConfigError where that names nothing it can make.
+It raises ConfigError for an unknown text.
 """
 
 
@@ -33,17 +34,20 @@ def _make_cpu(argument: str) -> Device:
 _factories: dict[str, Factory] = {"cpu": _make_cpu, "cuda": cuda.make, "mps": mps.make, "paced": paced.make}
 
 
+_NEURAL_ENGINES = ("ane", "coreml", "neural-engine", "npu")
+
+
 def register(kind: str, factory: Factory) -> None:
-    """Add a kind of device that pick() then knows by that name."""
+    """Add a kind of device under a name for pick()."""
     _factories[kind] = factory
 
 
 def pick(name: str | None = None, *, threads: int | None = None) -> Device:
-    """The device to compute on; also sets torch's CPU threads, and traces where POTLUCK_TRACE says so.
+    """The device to compute on. Also sets torch's CPU threads, and starts a trace if POTLUCK_TRACE is set.
 
-    `name`: None or "auto" (CUDA, then MPS, then the CPU), "cpu", "cuda", "cuda:1", "mps", "paced:0.15"
-    (seconds a sample, on the CPU), "paced:0.6,9=0.3" (0.6, and 0.3 from step 9 on). `threads`: None for what torch
-    has now (the script or OMP_NUM_THREADS may have set it), but no more than one on each core this process may use.
+    `name`: None or "auto" (CUDA, then MPS, then the CPU), "cpu", "cuda", "cuda:1", "mps", "paced:0.15" (seconds a
+    sample, on the CPU), "paced:0.6,9=0.3" (0.6, and 0.3 from step 9 on). `threads`: None for torch's present number
+    (which the script or OMP_NUM_THREADS may have set), but at most one for each core that this process may use.
     """
     if threads is not None and threads < 1:
         raise ConfigError(f"{threads} threads cannot compute", hint="use --threads 1 or more")
@@ -57,7 +61,7 @@ def pick(name: str | None = None, *, threads: int | None = None) -> Device:
 
 
 def gpus() -> int:
-    """Number of GPUs of this machine that ranks can have, one each."""
+    """Number of GPUs of this machine for ranks, one each."""
     return torch.cuda.device_count() if cuda.why_not() is None else 0
 
 
@@ -66,8 +70,8 @@ def pick_for_rank(
 ) -> tuple[Device, bool]:
     """The device of one of several processes on this machine, and whether NCCL can join them: each has its own GPU.
 
-    `name`: None, "auto" or "cuda" for the GPU of that number (without CUDA, the CPU for all); "cuda:0" is that one
-    for all of them. `threads`: None for an equal part of the cores.
+    `name`: None, "auto" or "cuda" for the GPU of that number (without CUDA, the CPU for all); "cuda:0" is that GPU
+    for all ranks. `threads`: None for an equal share of the cores.
     """
     threads = threads or max(1, usable_cores() // world)
     asked = (name or "auto").strip().lower()
@@ -92,6 +96,8 @@ def pick_for_rank(
 
 def _make(name: str) -> Device:
     kind, _, argument = name.strip().lower().partition(":")
+    if kind in _NEURAL_ENGINES:
+        raise ConfigError(NO_NEURAL_ENGINE, hint="use --device mps: the Mac's GPU trains")
     if kind not in _factories:
         raise ConfigError(
             f"unknown device {name!r}",

@@ -1,5 +1,5 @@
-"""Tensors of any device, through host memory and back: owns the order between the device's own queue and a thread
-that copies.
+"""Copies tensors of any device to host memory and back: owns the order between the device's queue and a copying
+thread.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ _streams = threading.local()
 
 
 def moment(device: torch.device) -> Callable[[], None] | None:
-    """Now, in the device's own queue: calling what is returned, from any thread, waits until the device is there.
+    """Mark this point in the device's queue. The returned function, called from any thread, waits until the device
+    reaches it.
 
-    Called by the thread that queued the work. None where work is done when the call that asks for it returns.
+    Call it in the thread that queued the work. Returns None for a device without a queue.
     """
     if device.type == "cuda":
         event = torch.cuda.Event()
@@ -29,7 +30,7 @@ def moment(device: torch.device) -> Callable[[], None] | None:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """The values in a contiguous CPU tensor, safe to read now: the tensor itself where it is one already."""
+    """The values in a contiguous CPU tensor, safe to read now; the tensor itself if it already is one."""
     source = tensor.detach()
     if source.device.type == "cpu":
         return source if is_plain(source) else source.resolve_conj().resolve_neg().contiguous()
@@ -45,7 +46,8 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def from_host(host: Tensor, tensor: Tensor) -> None:
-    """Write the values of a CPU tensor into one of any device, of any strides; they are there on return."""
+    """Write the values of a CPU tensor into a tensor on any device, with any strides. They are written when this
+    returns."""
     target = tensor.detach()
     values = host.view(target.shape)
     if target.device.type == "cuda":
@@ -62,7 +64,7 @@ def from_host(host: Tensor, tensor: Tensor) -> None:
 
 
 def _stream(device: torch.device) -> Any:
-    """A stream of this thread's own, so that copies do not queue behind the computing of the default one."""
+    """A stream of this thread, so that copies do not wait for computations on the default stream."""
     known: dict[torch.device, Any] = _streams.__dict__.setdefault("by_device", {})
     if device not in known:
         known[device] = torch.cuda.Stream(device)
@@ -70,7 +72,7 @@ def _stream(device: torch.device) -> Any:
 
 
 def room_for(tensor: Tensor) -> Tensor:
-    """A contiguous CPU tensor to be filled and then given to from_host(): the tensor itself where it is one."""
+    """A contiguous CPU tensor to be filled and then passed to from_host(); the tensor itself if it is one."""
     target = tensor.detach()
     if is_plain(target):
         return target
@@ -78,5 +80,5 @@ def room_for(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether host memory holds it as it reads: no gaps, no conjugate or sign still to be applied."""
+    """Whether its memory can be read directly: no gaps, and no pending conjugate or sign."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

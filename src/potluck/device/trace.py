@@ -1,9 +1,9 @@
-"""When this process computed: one JSON line for each interval, in the file that POTLUCK_TRACE names.
+"""Records when this process computed: one JSON line for each interval, in the file that POTLUCK_TRACE names.
 
     {"start":812.40,"end":812.95,"samples":4}
 
-Times are `time.monotonic()`'s seconds, which all processes of one Linux box share. A micro-batch that waited for
-the network is several intervals; its samples stand in the last one, so that they add up.
+Times are seconds of `time.monotonic()`, which all processes of one Linux machine share. A micro-batch that waited
+for the network is several intervals; its samples are in the last one, so that they add up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHORTEST_WAIT_S = 1e-4
 
 
 class Trace:
-    """Used by one training thread. What was begun and not ended is not written."""
+    """Used by one training thread. An unfinished interval is not written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -35,11 +35,11 @@ class Trace:
             raise self._failed(error) from error
 
     def begin(self, samples: int) -> None:
-        """A micro-batch of so many samples starts now."""
+        """A micro-batch of this many samples starts now."""
         self._start_s, self._samples = time.monotonic(), samples
 
     def waited(self, seconds: float) -> None:
-        """The last so many seconds were not computing."""
+        """This many of the last seconds were not spent computing."""
         if self._start_s is None or seconds < SHORTEST_WAIT_S:
             return
         now_s = time.monotonic()
@@ -53,7 +53,7 @@ class Trace:
             self._start_s = None
 
     def interval(self, start_s: float, end_s: float, samples: int) -> None:
-        """A micro-batch was computed from then to then."""
+        """A micro-batch was computed between these times."""
         made = TracedInterval(start=round(start_s, 6), end=round(max(start_s, end_s), 6), samples=samples)
         try:
             os.write(self._file, msgspec.json.encode(made) + b"\n")

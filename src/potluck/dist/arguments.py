@@ -21,7 +21,8 @@ _MOST_SIZES = 32
 def header_of(
     name: str, tensors: Sequence[Tensor], *, op: Any = None, root: int | None = None, sized: bool = True
 ) -> Header:
-    """From the tensors whose sizes must agree between ranks; of several, the number of elements of each."""
+    """The shape of the tensor whose size must agree between ranks; for several tensors, the number of elements of
+    each."""
     reduced = "" if op is None else reduction.name_of(op)
     if sized and len(tensors) == 1:
         return _header_of_one(name, tensors[0].shape, tensors[0].dtype, reduced, root)
@@ -54,12 +55,12 @@ def as_list(tensors: Any) -> list[Tensor]:
 
 
 def as_lists(tensors: Any) -> list[list[Tensor]]:
-    """A list of lists, from that or from one list."""
+    """A list of lists, from a list of lists or one list."""
     return [list(tensors)] if tensors and isinstance(tensors[0], Tensor) else [list(part) for part in tensors]
 
 
 def options(kind: Any, given: Any, timeout: timedelta | None = None) -> Any:
-    """torch's options; direct callers of the group may give a bare operation, a root, or nothing."""
+    """torch's options. Direct callers of the group may pass a bare operation, a root, or nothing."""
     if isinstance(given, kind) or hasattr(given, "asyncOp"):
         return given
     options = kind()
@@ -94,7 +95,7 @@ def alike(name: str, tensors: Sequence[Tensor]) -> None:
     for tensor in tensors[1:]:
         if tensor.dtype != first.dtype or tensor.numel() != first.numel():
             raise CollectiveError(
-                f"{name}: its tensors must be of one size and type, not {first.dtype} {tuple(first.shape)} and "
+                f"{name}: its tensors must have one size and type, not {first.dtype} {tuple(first.shape)} and "
                 f"{tensor.dtype} {tuple(tensor.shape)}"
             )
 
@@ -149,8 +150,8 @@ def unbundle(flat: Tensor, hosts: Sequence[HostTensor]) -> None:
 
 
 def with_context(call: str, header: Header, error: BaseException) -> BaseException:
-    """The error with the collective it happened in, unless its text names it."""
+    """The error with the name of its collective, unless its text names it."""
     if not isinstance(error, PotluckError) or call.partition(" ")[2] in error.what:
         return error
-    late = " ran into its timeout and failed" if isinstance(error, CollectiveTimeoutError) else ""
+    late = " reached its timeout and failed" if isinstance(error, CollectiveTimeoutError) else ""
     return type(error)(f"{call} ({header.details()}){late}: {error.what}", hint=error.hint)

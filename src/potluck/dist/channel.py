@@ -34,13 +34,13 @@ _YES, _NO = memoryview(b"yes"), memoryview(b"no")
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
+    """The bytes of a contiguous CPU tensor, without a copy."""
     values: Any = tensor.view(torch.uint8).numpy() if tensor.numel() else bytearray()
     return memoryview(values)
 
 
 def chunks(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-    """How this many bytes are cut into messages; nothing is one empty message."""
+    """How this many bytes are cut into messages; zero bytes are one empty message."""
     step = max(_ALIGN, chunk_bytes - chunk_bytes % _ALIGN)
     if nbytes == 0:
         yield 0, 0
@@ -52,7 +52,7 @@ class Channel:
     """Connects this rank to the others of its group for one collective."""
 
     def __init__(self, peers: Peers, call: Call, stream_bytes: int = 0) -> None:
-        """`stream_bytes`: how much goes to the other rank; if it is much, by a stream where that is possible."""
+        """`stream_bytes`: how much goes to the other rank; large amounts use a stream if possible."""
         self.peers, self.rank, self.world, self.settings = peers, peers.rank, peers.world, peers.settings
         self.others = [(peers.rank + step) % peers.world for step in range(1, peers.world)]
         """The other ranks, beginning with the next, so that not all send to rank 0 first."""
@@ -72,7 +72,7 @@ class Channel:
     def _use_stream(self, nbytes: int) -> None:
         """Send and receive by the stream from here on.
 
-        Before, both ranks tell each other by message that they are in this collective, and which it is.
+        Before that, both ranks tell each other by message which collective they are in.
         """
         peers, other = self.peers, 1 - self.rank
         if peers.stream is not None and peers.streamed_bytes > RENEWED_BYTES:
@@ -89,17 +89,17 @@ class Channel:
 
     @property
     def chunk_bytes(self) -> int:
-        """How much is reduced at once."""
+        """The number of bytes reduced at a time."""
         chosen = self.settings.chunk_bytes
         return chosen if self._stream is None else max(chosen, _STREAMED_BYTES)
 
     def _new_stream(self, other: int) -> Stream | None:
-        """Opened as agreed by messages, and used only if both ranks have it."""
+        """Open the stream as agreed by messages. It is used only if both ranks have it."""
         peers = self.peers
         made = self._connect_stream(other) if self.rank == 1 else self._accept_stream(other)
         self.send_part(other, _YES if made is not None else _NO)
         agreed = bytes(self.take(other).view) == _YES and made is not None
-        how = "go by a stream" if agreed else "go by ZeroMQ, because no stream could be opened"
+        how = "use a stream" if agreed else "use ZeroMQ, because no stream could be opened"
         log.info("rank %d: large tensors to %s %s", peers.numbers[self.rank], peers.who(other), how)
         if made is not None and not agreed:
             made.close()
@@ -139,7 +139,7 @@ class Channel:
         return min(CONNECT_S, self._call.left_s / 4)
 
     def _check_stream(self, *, closed: bool = False) -> None:
-        """Raise if waiting for the other rank is in vain; `closed`: its stream has ended."""
+        """Raise if waiting for the other rank is useless; `closed`: its stream has ended."""
         other = 1 - self.rank
         self.peers.check()
         reason = self.peers.queues.connections.why_gone(self.peers.endpoints[other], streaming=not closed)
@@ -218,7 +218,7 @@ class Channel:
         return message
 
     def waits_for(self, ranks: Iterable[int]) -> None:
-        """First messages are still to come from these ranks only."""
+        """First messages are missing from these ranks only."""
         if self._unheard is not None:
             self._unheard.intersection_update(ranks)
             if not self._unheard and RUNNING.ranges is not None:
@@ -226,7 +226,7 @@ class Channel:
                 RUNNING.ranges.met()
 
     def _is_contrary(self, message: PeerMessage) -> bool:
-        """Whether its sender is in another collective: then the rank that is waited for may never send."""
+        """Whether the sender is in another collective, so that the awaited rank may never send."""
         return message.about != self._about
 
     def parts(self, rank: int, nbytes: int) -> Iterator[tuple[int, memoryview]]:
@@ -247,12 +247,12 @@ class Channel:
                 return
 
     def receive_chunk(self, rank: int, count: int, dtype: torch.dtype) -> Tensor:
-        """The next chunk from a rank, in the memory it arrived in."""
+        """The next chunk from a rank, in the memory in which it arrived."""
         ((_, view),) = self.parts(rank, count * dtype.itemsize)
         return torch.frombuffer(view, dtype=dtype) if count else torch.empty(0, dtype=dtype)
 
     def receive_into(self, rank: int, out: Tensor) -> None:
-        """Into a flat contiguous CPU tensor."""
+        """Receive into a flat contiguous CPU tensor."""
         target = raw(out)
         if self._stream is not None:
             self._streaming(self._stream.pull, target, self._check_stream)

@@ -15,7 +15,7 @@ from potluck.dist.reduction import Op
 def uneven_reduce_scatter(
     collectives: Collectives, call: Call, rank: int, output: Tensor, inputs: Sequence[Tensor], op: Op
 ) -> None:
-    """Each part is reduced to its owner, one after the other: as many bytes as with equal parts, in more steps."""
+    """Reduce each part to its owner, one after the other: the same bytes as with equal parts, in more steps."""
     for owner, part in enumerate(inputs):
         values = part.clone()
         collectives.reduce(call, values, op, owner)
@@ -25,14 +25,14 @@ def uneven_reduce_scatter(
 
 @torch.no_grad()
 def sparse_all_reduce(collectives: Collectives, call: Call, world: int, tensor: Tensor) -> None:
-    """In place. Every rank gets all entries, padded to the longest, and adds them in the order of the ranks."""
+    """Sum in place. Every rank gets all entries, padded to the longest, and adds them in the order of the ranks."""
     mine = tensor.detach().coalesce().cpu()
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
     collectives.all_gather(call, counts, torch.tensor([mine._nnz()]))
     longest = int(max(int(count) for count in counts))
 
     def gathered(rows: Tensor) -> Tensor:
-        """Every rank's rows, one after the other."""
+        """Every rank's rows, concatenated."""
         padded = torch.zeros(longest, *rows.shape[1:], dtype=rows.dtype)
         padded[: rows.shape[0]] = rows
         outputs = [torch.empty_like(padded) for _ in range(world)]

@@ -1,6 +1,6 @@
-"""Compressed all-reduce: owns what each rank packs, adds and distributes, and what packing lost so far.
+"""Compressed all-reduce: owns what each rank packs, adds and distributes, and the residuals of packing.
 
-Payloads are given to the caller, who sends them, and taken from it.
+The caller sends and receives the payloads.
 
 Each rank owns a part of the tensor. It receives that part from all others, packed, adds it in float32 in the order
 of the ranks, and distributes the sum, packed again. So every rank sends 2(N-1)/N of the packed tensor, and all
@@ -12,8 +12,9 @@ ranks get the same bits, because all decode the same payload:
     payload = exchange.result(), to everybody
     for part in all ranks:    exchange.place(part, payload)
 
-Both packings have error feedback: what a payload lost is added to the next one of the same tensor. A value that is
-not finite makes values of the result not finite, as without compression, and does not stay in the residuals.
+Both packings have error feedback: the rounding error of a payload is added to the next one of the same tensor. A
+value that is not finite makes values of the result not finite, as without compression, and does not stay in the
+residuals.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from potluck.dist.counting import spends
 from potluck.dist.schedules import Span, split
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
-"""What is compressed; float64 is reduced for its digits."""
+"""The compressed types. float64 is reduced exactly, for its digits."""
 
 REDUCTIONS = frozenset({"SUM", "AVG"})
 
 _MULTIPLE = 128
-"""Parts begin where the codecs' blocks begin."""
+"""Parts are aligned with the codecs' blocks."""
 PIECE = 3840 * _MULTIPLE
-"""Elements: small enough for a processor's cache, and to travel while the next is packed."""
+"""Elements of a piece: small enough for a processor's cache, and to be sent while the next is packed."""
 _MOST_PIECES = 8
 """The most pieces of a message between two ranks, half a MiB of int8: each message costs Python's time."""
 _MOST_TENSORS = 256
@@ -52,7 +53,7 @@ def identity_of(tensor: Tensor, name: str | None = None) -> Hashable:
 
 
 class Residuals:
-    """What packing lost, for each of the tensors used last: [n] float32 each. For any thread."""
+    """The residuals of the most recently used tensors: [n] float32 each. Usable from any thread."""
 
     def __init__(self, most: int = _MOST_TENSORS) -> None:
         self._most = most
@@ -106,7 +107,7 @@ class Compressor:
         average: bool = False,
         piece: int = PIECE,
     ) -> list[Exchange]:
-        """The same, as one exchange for each piece of every rank's part: the first of all parts, the second, ..."""
+        """The same, as one exchange for each piece: the first piece of all parts, then the second, ..."""
         count, device = flat.numel(), flat.device
         up = self._up.get(identity, count, device) if self._up is not None else None
         spans = split(count, world, _MULTIPLE)
@@ -154,7 +155,7 @@ class Exchange:
 
     @spends("reduction")
     def outgoing(self, part: int) -> Tensor:
-        """What to send to the owner of this part; call it once for each part except this rank's own."""
+        """The payload for the owner of this part. Call it once for each part except this rank's own."""
         assert part != self._rank
         start, stop = self.spans[part]
         values = self._flat[start:stop].to(torch.float32, copy=True)
@@ -164,7 +165,7 @@ class Exchange:
 
     @spends("reduction")
     def add(self, source: int, payload: Tensor | None = None) -> None:
-        """Add what a rank sent for this rank's part, in the order of the ranks; None: this rank's own values.
+        """Add a rank's payload for this rank's part, in the order of the ranks; None: this rank's own values.
 
         Raises:
             WireError: the payload is not of this codec and size.
@@ -184,7 +185,7 @@ class Exchange:
 
     @spends("reduction")
     def result(self) -> Tensor:
-        """What to send to every rank, once all was added."""
+        """The payload for every rank, once everything was added."""
         assert self._next == len(self.spans)
         if self._average:
             self._sum.div_(len(self.spans))
@@ -209,8 +210,9 @@ class Exchange:
 class PairExchange:
     """One compressed all-reduce between two ranks: each sends its packed tensor, and adds what the other sent.
 
-    That is as many bytes as by owners, in one hop and with one loss. Both decode both payloads and add the two, so
-    they get the same bits. What is sent is cut into messages of whole pieces, and the rest of the last piece.
+    This sends as many bytes as the owners algorithm, in one hop and with one rounding. Both ranks decode both
+    payloads and add them, so they get the same bits. The data is cut into messages of whole pieces, and the rest of
+    the last piece.
     """
 
     def __init__(self, codec: Codec, flat: Tensor, up: Tensor | None, *, average: bool, room: SendBuffer) -> None:
@@ -232,7 +234,7 @@ class PairExchange:
         return count // CACHED * self._codec.nbytes(CACHED) if span[1] <= self._whole else self._codec.nbytes(count)
 
     def __len__(self) -> int:
-        """The number of messages that each of the two sends."""
+        """The number of messages that each of the two ranks sends."""
         return len(self._spans)
 
     @property
@@ -277,7 +279,7 @@ class PairExchange:
 
 
 def _messages(count: int) -> list[Span]:
-    """Whole pieces together, and the rest of the last one by itself.
+    """Message sizes: whole pieces together, and the rest of the last piece alone.
 
     The first messages are small so that sending starts soon, and the last ones so that adding ends soon.
     """
@@ -291,7 +293,7 @@ def _messages(count: int) -> list[Span]:
 
 
 class SendBuffer:
-    """Memory for what a rank sends; kept, because new memory costs a page fault for each page."""
+    """Memory for a rank's payloads, kept because new memory costs a page fault for each page."""
 
     def __init__(self) -> None:
         self._held = torch.empty(0, dtype=torch.uint8)

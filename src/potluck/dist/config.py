@@ -112,13 +112,13 @@ class LocalAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigContext:
-    """What `resolve` must know of the machine and of the group."""
+    """The facts about the machine and the group that `resolve` needs."""
 
     rank: int
     world: int
     interfaces: tuple[LocalAddress, ...] = ()
     master_address: str | None = None
-    """MASTER_ADDR as the user gave it."""
+    """MASTER_ADDR as set by the user."""
     master_port: int | None = None
     source_address: str | None = None
     """This machine's address on the route to MASTER_ADDR; None: there is no route."""
@@ -158,7 +158,7 @@ class Resolved:
         return {name: getattr(self, name) for name in SHARED}
 
     def describe(self) -> str:
-        """For the log: a line for each setting, with its source."""
+        """One line for each setting, with its source, for the log."""
         shown = {item.name: _shown(item.name, getattr(self, item.name, None)) for item in fields(Config)}
         shown["address"] += f": {self.reason}"
         shown["port_base"] = _shown("port_base", self.port) + (
@@ -254,7 +254,7 @@ def _as_given(name: str, value: Any, said_by: str) -> str:
 class _Rule:
     default: Any
     type: Any
-    """What msgspec accepts."""
+    """Whether msgspec accepts the value."""
     hint: str
 
 
@@ -307,7 +307,7 @@ _RULES: dict[str, _Rule] = {
     "checksum": _Rule(False, bool, _SWITCH),
     "encryption": _Rule(True, bool, _SWITCH),
     "copy_threads": _Rule(
-        0, _from_to(int, 0, _MOST_THREADS), f"use a number from 1 to {_MOST_THREADS}, or 0 to let it be chosen"
+        0, _from_to(int, 0, _MOST_THREADS), f"use a number from 1 to {_MOST_THREADS}, or 0 for an automatic choice"
     ),
     "timeout_s": _Rule(None, _from_to(float, 0.001, 30 * _DAY), _TIME.format(0.001, 30 * _DAY)),
     "connect_timeout_s": _Rule(60.0, _from_to(float, 0.1, _DAY), _TIME.format(0.1, _DAY)),
@@ -356,7 +356,7 @@ def _address(
 
 
 def _best(candidates: list[LocalAddress]) -> LocalAddress:
-    """The first with an IPv4 address; a link-local address, which works with a zone only, comes last."""
+    """The first interface with an IPv4 address. A link-local address, which needs a zone, comes last."""
     return min(candidates, key=lambda i: (i.address.startswith(("fe80:", "169.254.")), ":" in i.address))
 
 
@@ -374,7 +374,7 @@ def _ports(base: int, given: Mapping[str, str], facts: ConfigContext) -> tuple[i
 
 
 def _skipped(base: int, port: int, facts: ConfigContext) -> int:
-    """The port, counted without MASTER_PORT."""
+    """The port, skipping MASTER_PORT."""
     return port + (facts.master_port is not None and base <= facts.master_port <= port)
 
 

@@ -1,11 +1,11 @@
-"""The sockets between this process and its peers: owns the keys, who may connect, and which peers are alive.
+"""The sockets between this process and its peers: owns the keys, admission, and which peers are alive.
 
 Every process has one socket that receives (PULL) and, for each peer it sends to, one that sends (PUSH). Each
 process has a CURVE key pair. The public keys come with the endpoints, from the rendezvous; a connection with any
 other key is refused. A connection that has not shown a key is limited as at a host (wire/door.py).
 
-A peer whose connection broke counts as gone. ZeroMQ would reconnect, but messages on the way are lost, and a
-collective must not go on with a message missing.
+A peer whose connection broke counts as gone. ZeroMQ would reconnect, but unsent messages would be lost, and a
+collective must not continue without a message.
 """
 
 from __future__ import annotations
@@ -31,29 +31,35 @@ from potluck.errors import NetworkError, PortTakenError, PotluckError, WireError
 from potluck.limits import logical_cores
 from potluck.wire import gate
 from potluck.wire.admitted import Admitted
-from potluck.wire.door import CURVE_OVERHEAD_BYTES, HANDSHAKE_S, ZAP_ENDPOINT, Monitor, Watch
+from potluck.wire.door import (
+    CURVE_OVERHEAD_BYTES,
+    DISCONNECTED,
+    HANDSHAKE_S,
+    SUCCEEDED,
+    ZAP_ENDPOINT,
+    Monitor,
+    Watch,
+)
 from potluck.wire.files import make_room
 from potluck.wire.lobby import Lobby
 
 _ZAP_DOMAIN = b"potluck-dist"
-_DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
-_CONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _GRACE_S = 0.5
 """How long a peer's last messages may still arrive after its connection broke."""
 _STREAMING_GRACE_S = 3.0
-"""The same for what arrives by a stream."""
+"""The same for data on a stream."""
 _LINGER_MS = 3000
 
 PART_BYTES = 512 << 10
-"""The longest frame, and so the most that a connection without a key can make this process keep. Longer bodies are
-sent as several frames; a chunk of the default size is one."""
+"""The longest frame, and so the most memory that a connection without a key can use. Longer bodies are sent as
+several frames; a chunk of the default size is one."""
 MOST_WAITING = 512
 """The most connections that have not shown a key, and never more than a quarter of the files that may be open."""
 _HELLO = b""
-"""The first message on a connection: it tells the watch that a peer has it."""
+"""The first message on a connection, by which the watch recognises a peer."""
 _ADMITTED_S, _ADMITTED_POLL_S = 0.5, 0.005
-"""For this long after a peer was admitted, its first message is looked for this often. Until it is read, a crowd
-from the peer's own address could push it out."""
+"""How long after a peer was admitted to check for its first message, and how often. Until it is read, many
+connections from the peer's own address could displace it."""
 _ANSWERS_PER_TURN = 64
 _STRANGERS_LOGGED = 5
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
@@ -65,19 +71,19 @@ ShortText = Annotated[str, msgspec.Meta(max_length=255)]
 
 
 def check_printable(*texts: object) -> None:
-    """Refuse control characters: otherwise who can write to the store could write to people's terminals."""
+    """Refuse control characters: otherwise anybody who can write to the store could write to people's terminals."""
     if not all(text.isprintable() for text in texts if isinstance(text, str)):
         raise ValueError("control characters")
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a process receives messages. It travels through the store as JSON."""
+    """Where a process receives messages; sent through the store as JSON."""
 
     name: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
-    """Random for every start: a restarted process is another peer."""
+    """Random for every start, so that a restarted process is another peer."""
     address: ShortText
     port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
-    key: str
+    key: ShortText
     """The public key (Z85), or "" without encryption."""
     host: ShortText
     """The machine's name, for people."""
@@ -98,7 +104,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class PeerConnection:
-    """The connection to one peer, and what is known of the peer."""
+    """The connection to one peer, and the peer's state."""
 
     endpoint: Endpoint
     socket: zmq.Socket[bytes]
@@ -109,7 +115,7 @@ class PeerConnection:
     broken: float | None = None
     """When the connection broke."""
     closed: bool = False
-    """Whether the peer has said that it closes."""
+    """Whether the peer has announced its close."""
 
 
 class Connections:
@@ -199,7 +205,7 @@ class Connections:
         return endpoint.key.encode("ascii")
 
     def _authenticate(self) -> None:
-        """Answer some of those who ask to connect: a flood of strangers must not keep this thread."""
+        """Answer some of the connection requests: a flood of strangers must not block this thread."""
         with contextlib.suppress(zmq.Again):
             for _ in range(_ANSWERS_PER_TURN):
                 version, number, domain, address, _, mechanism, *credentials = self._zap.recv_multipart(zmq.NOBLOCK)
@@ -214,7 +220,7 @@ class Connections:
                     self._refused(address.decode("ascii", "replace"))
 
     def _refused(self, address: str) -> None:
-        """Log a stranger, but not without end."""
+        """Log a stranger, up to a limit."""
         self._strangers += 1
         if self._strangers <= _STRANGERS_LOGGED or self._strangers % 100 == 0:
             log.info("refused a stranger from %s (%d so far)", address, self._strangers)
@@ -222,13 +228,15 @@ class Connections:
     # -- sending --------------------------------------------------------------------------------------------
 
     def to(self, endpoint: Endpoint) -> PeerConnection:
-        """The connection to a peer. The first call begins to connect."""
+        """The connection to a peer. The first call starts connecting."""
         peer = self._peers.get(endpoint.name)
         if peer is not None:
             return peer
         with self._lock:
             if self.closed:
-                raise NetworkError("the process group has been shut down", hint="make a new one to go on")
+                raise NetworkError(
+                    "the process group has been shut down", hint="make a new process group to continue"
+                )
             peer = self._peers.get(endpoint.name)
             if peer is None:
                 peer = self._peers[endpoint.name] = self._connect(endpoint)
@@ -249,7 +257,7 @@ class Connections:
             socket.setsockopt(zmq.CURVE_SERVERKEY, key)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
-        monitor = Monitor(self._context.socket, socket, _DISCONNECTED | _CONNECTED)
+        monitor = Monitor(self._context.socket, socket, DISCONNECTED | SUCCEEDED)
         socket.connect(endpoint.url)
         socket.send(_HELLO)
         return PeerConnection(endpoint=endpoint, socket=socket, monitor=monitor)
@@ -275,7 +283,7 @@ class Connections:
     # -- receiving ------------------------------------------------------------------------------------------
 
     def receive(self, timeout_ms: int) -> tuple[bytes, memoryview | None] | None:
-        """The next message as head and body (None: it has none); None if nothing arrived in time."""
+        """The next message as head and body (None: no body); None if nothing arrived in time."""
         if timeout_ms and not self._inbox.poll(timeout_ms):
             return None
         try:
@@ -300,16 +308,16 @@ class Connections:
         return list(self._peers.values())
 
     def peer_closes(self, name: str) -> None:
-        """The peer has said that it closes: the end of its connection is no fault."""
+        """The peer announced its close, so the end of its connection is no fault."""
         peer = self._peers.get(name)
         if peer is not None:
             peer.closed = True
 
     def watch(self, wait_s: float) -> None:
-        """Read every connection's events, then answer who asks to connect for up to `wait_s`. One thread only."""
+        """Read every connection's events, then answer connection requests for up to `wait_s`. One thread only."""
         for peer in self.all():
             for event, _ in peer.monitor.drain():
-                if event == _CONNECTED:
+                if event == SUCCEEDED:
                     peer.connected = True
                 elif peer.connected and peer.broken is None:
                     peer.broken = time.monotonic()
@@ -321,9 +329,9 @@ class Connections:
             self._refused(address)
 
     def why_gone(self, endpoint: Endpoint, *, streaming: bool = False) -> str | None:
-        """Why nothing more will come from a peer, for people; None while it counts as alive.
+        """Why a peer will send nothing more, for people; None while it counts as alive.
 
-        `streaming`: its data comes by a stream, which the end of this connection may overtake.
+        `streaming`: its data comes by a stream, and this connection may end before that data arrives.
         """
         peer, now = self.to(endpoint), time.monotonic()
         where = f"{endpoint.host}, {endpoint.address} port {endpoint.port}"
@@ -336,7 +344,7 @@ class Connections:
         return None
 
     def close(self) -> None:
-        """Let queued data go out, and close all sockets. No thread may be in receive() or watch()."""
+        """Send queued data, then close all sockets. No thread may be in receive() or watch()."""
         with self._lock:
             if self.closed:
                 return

@@ -1,7 +1,7 @@
-"""Copies and reductions of long tensors on several cores: owns the threads that do parts of them.
+"""Copies and reduces long tensors on several cores: owns the threads.
 
 torch has its own threads, but launchers of several ranks on one machine turn them off, so that the ranks do not
-crowd each other while they compute. While they exchange tensors they do not compute.
+compete for cores while they compute. During an exchange they do not compute.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from potluck.dist.counting import SPENT
 MOST = 4
 """About four cores are as fast as the memory of most machines."""
 PART_BYTES = 2 * 1024 * 1024
-"""The least that is worth a thread. Waking one and waiting for its end takes about 0.1 ms, in which a core copies
-about a megabyte; with half of this, two threads were slower than one."""
+"""The smallest size that is worth a thread. Waking one and waiting for its end takes about 0.1 ms, in which a core
+copies about a megabyte; with half of this, two threads were slower than one."""
 _ALIGN = 128
-"""Elements: parts are whole cache lines and whole vectors, so that every element is computed as by one thread."""
+"""Parts are multiples of this many elements: whole cache lines and vectors, so that every element is computed as by
+one thread."""
 _END_S = 5.0
 
 
 def number_of(asked: int, cores: int, members: int) -> int:
     """Threads of one of `members` processes that share `cores`, the calling thread included.
 
-    Args:
-        asked: what the user wants; 0: as many as there are cores for each member, at most four.
+    Args: asked: the user's setting; 0: as many as there are cores for each member, at most four.
     """
     return asked if asked > 0 else max(1, min(MOST, cores // members))
 
@@ -43,14 +43,14 @@ def number_of(asked: int, cores: int, members: int) -> int:
 class CopyThreads:
     """Copies and reduces with up to `count` threads, the caller's included.
 
-    The results are the same bits as by one thread. Where torch may use several threads, it does so instead.
+    The results have the same bits as with one thread. If torch may use several threads, it does so instead.
     """
 
     def __init__(self, count: int = 1, *, part_bytes: int = PART_BYTES) -> None:
         self.count = count
         self._part_bytes = part_bytes
         self._lock = threading.Lock()
-        self._parts: SimpleQueue[_Part | None] = SimpleQueue()
+        self._parts: SimpleQueue[_WorkPart | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._started = self._closed = False
         self._process = os.getpid()
@@ -94,7 +94,7 @@ class CopyThreads:
         SPENT.reduction = before + time.perf_counter() - began
 
     def _share(self, work: Callable[..., None], *tensors: Tensor) -> None:
-        """`work` on parts of the tensors, which are equally long; returns when the last part is done."""
+        """Run `work` on parts of the tensors, which are equally long. Returns when the last part is done."""
         length, nbytes = tensors[0].numel(), tensors[0].nbytes
         count = min(self.count, nbytes // self._part_bytes)
         if count > 1:
@@ -105,7 +105,7 @@ class CopyThreads:
         if torch.is_inference_mode_enabled():  # it is per thread
             work = torch.inference_mode()(work)
         each = -(-length // count // _ALIGN) * _ALIGN
-        parts = [_Part(work, [t[at : at + each] for t in tensors]) for at in range(0, length, each)]
+        parts = [_WorkPart(work, [t[at : at + each] for t in tensors]) for at in range(0, length, each)]
         for part in parts[1:]:
             self._parts.put(part)
         for part in parts:
@@ -139,8 +139,8 @@ class CopyThreads:
             self._threads.append(thread)
 
 
-class _Part:
-    """A part of some work, done once, by the first thread that gets to it."""
+class _WorkPart:
+    """A part of some work, done once by the first free thread."""
 
     __slots__ = ("_begun", "_over", "_tensors", "_work", "fault")
 
@@ -164,12 +164,12 @@ class _Part:
         return True
 
     def settle(self) -> None:
-        """Return when it is done, by the caller itself if no thread has begun it."""
+        """Wait until it is done; the caller does it if no thread has begun it."""
         if not self.do():
             self._over.acquire()
 
 
-def _work_off(parts: SimpleQueue[_Part | None]) -> None:
+def _work_off(parts: SimpleQueue[_WorkPart | None]) -> None:
     while True:
         part = parts.get()
         if part is None:
@@ -179,7 +179,7 @@ def _work_off(parts: SimpleQueue[_Part | None]) -> None:
 
 
 def _copy(to: Tensor, source: Tensor) -> None:
-    """A single thread copies long tensors faster by the C library than by torch."""
+    """Copy with the C library, which is faster than torch for long tensors in a single thread."""
     if to.dtype != source.dtype or torch.get_num_threads() > 1:
         to.copy_(source)
     else:

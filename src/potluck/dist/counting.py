@@ -1,4 +1,4 @@
-"""The backend's metrics: owns how many collectives ran, how large, how long, and where the time went.
+"""The backend's metrics: counts collectives, their sizes and durations, and the phases of their time.
 
 Everything is bounded: latencies are those of the last collectives of each kind, and kinds are few.
 """
@@ -53,7 +53,7 @@ class MetricsSnapshot(TypedDict):
 
 
 @dataclass(slots=True)
-class _Kind:
+class _CollectiveKind:
     count: int = 0
     errors: int = 0
     nbytes: int = 0
@@ -82,7 +82,7 @@ class _Kind:
 
 
 class _Spent(threading.local):
-    """What the collective that runs in this thread has used so far; a thread runs one at a time."""
+    """The time used so far by the collective of this thread; a thread runs one at a time."""
 
     staging: float = 0.0
     reduction: float = 0.0
@@ -96,7 +96,7 @@ R = TypeVar("R")
 
 
 def spends(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """For functions whose time counts as this phase; one must not call another."""
+    """Decorator for functions whose time counts as this phase. One must not call another."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -113,7 +113,7 @@ def spends(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 class Operation:
-    """One collective under way; a context whose end counts it. One thread runs it, one at a time.
+    """One running collective, a context whose end counts it. A thread runs one at a time.
 
     Functions with `spends` record their time; the rest counts as network. An exception counts as an error, and its
     duration not as a latency.
@@ -124,7 +124,7 @@ class Operation:
         self._queued_s, self._began = 0.0, owner.clock()
 
     def queued(self, seconds: float) -> None:
-        """It waited this long for its turn and its device; the work begins now."""
+        """The collective waited this long for its turn and its device, and begins now."""
         self._queued_s, self._began = seconds, self._owner.clock()
 
     def __enter__(self) -> Operation:
@@ -147,7 +147,7 @@ class Metrics:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._lock = threading.Lock()
-        self._kinds: dict[str, _Kind] = {}
+        self._kinds: dict[str, _CollectiveKind] = {}
         self._since = clock()
 
     def op(self, name: str, nbytes: int) -> Operation:
@@ -157,7 +157,7 @@ class Metrics:
     def snapshot(self) -> MetricsSnapshot:
         """All metrics, ready for JSON: `total`, and `by_op` with the same for each kind of collective."""
         with self._lock:
-            total = _Kind()
+            total = _CollectiveKind()
             kept: list[float] = []
             for kind in self._kinds.values():
                 total.count += kind.count
@@ -177,7 +177,7 @@ class Metrics:
             }
 
     def reset(self) -> None:
-        """Start from zero; what is under way counts when it ends."""
+        """Start from zero. Running collectives count when they end."""
         with self._lock:
             self._kinds.clear()
             self._since = self.clock()
@@ -198,10 +198,10 @@ class Metrics:
             if seconds > 0:
                 kind.peak_bytes_per_s = max(kind.peak_bytes_per_s, done.nbytes / seconds)
 
-    def _kind(self, name: str) -> _Kind:
+    def _kind(self, name: str) -> _CollectiveKind:
         kind = self._kinds.get(name)
         if kind is None:
-            kind = self._kinds.setdefault(name if len(self._kinds) < _MOST_KINDS else OTHER, _Kind())
+            kind = self._kinds.setdefault(name if len(self._kinds) < _MOST_KINDS else OTHER, _CollectiveKind())
         return kind
 
 
@@ -210,7 +210,7 @@ METRICS = Metrics()
 
 
 def metrics() -> MetricsSnapshot:
-    """What the backend did in this process so far, over all groups.
+    """The backend's metrics in this process, over all groups.
 
     Example:
         >>> potluck.dist.metrics()["total"]["p99_s"]

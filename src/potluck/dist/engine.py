@@ -1,11 +1,10 @@
 """The order of a group's collectives: owns the queue and the threads that run it.
 
-A collective that the caller waits for anyway runs in the caller's thread if nothing is before it: a hand-over
-between two threads costs more than a small all-reduce.
+A collective that the caller waits for runs in the caller's thread if nothing is queued before it, because passing
+it to another thread costs more than a small all-reduce.
 
-Callbacks of a collective's future run in the thread that did it, and may wait for further collectives (as
-PowerSGD's hook does). So a job's turn is over before its callbacks begin, and another thread takes the next job
-meanwhile.
+Callbacks of a collective's future run in its thread, and may wait for further collectives (as PowerSGD's hook
+does). So a job's turn ends before its callbacks begin, and another thread takes the next job.
 """
 
 from __future__ import annotations
@@ -42,7 +41,9 @@ class Engine:
         """Run `job` when its turn comes, then complete `work`, with its error if it failed."""
         with self._changed:
             if self._stopped:
-                raise RankGoneError("the process group has been shut down", hint="make a new one to go on")
+                raise RankGoneError(
+                    "the process group has been shut down", hint="make a new process group to continue"
+                )
             direct = at_once and not self._running and not self._queue
             if direct:
                 self._running = True
@@ -80,7 +81,7 @@ class Engine:
             self._changed.notify_all()
 
     def _ensure_thread(self) -> None:
-        """Start a thread if none is idle; called with the lock held."""
+        """Start a thread if none is idle. Call with the lock held."""
         if not self._idle:
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._threads.add(thread)
@@ -93,7 +94,7 @@ class Engine:
             self._threads.discard(threading.current_thread())
 
     def _next_job(self) -> bool:
-        """Wait for a job and run it; False if this thread is not needed any more."""
+        """Wait for a job and run it. Returns False if this thread is no longer needed."""
         with self._changed:
             if self._idle:
                 return False  # one idle thread is enough
@@ -119,7 +120,7 @@ class Engine:
         return True
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until no job is queued or running and no callback runs; False if that took too long."""
+        """Wait until no job is queued or running and no callback runs. Returns False if that took too long."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not self._queue and not self._running and not self._in_callbacks, timeout_s

@@ -1,4 +1,4 @@
-"""Everything that one group of ranks has: owns how it is made, which collectives it uses, and its end."""
+"""The life of one group of ranks: how it is formed, which collectives it uses, and how it ends."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any
 from potluck.dist.compression import Compressor
 from potluck.dist.config import LOG_LEVELS, TRACE, Config, Resolved, ranks_text, resolve
 from potluck.dist.engine import Engine
-from potluck.dist.facts import gather
 from potluck.dist.hierarchy import HierarchicalCollectives
-from potluck.dist.local import LocalGroup
+from potluck.dist.local_collectives import LocalGroup
 from potluck.dist.network_collectives import Collectives, NetworkCollectives
+from potluck.dist.own_addresses import gather
 from potluck.dist.peers import Peers
 from potluck.dist.point_to_point import PointToPoint
 from potluck.dist.queues import MessageQueues, RankState
@@ -32,8 +32,8 @@ _DRAIN_S = 2.0
 log = logging.getLogger("potluck.dist")
 
 
-class _Shared:
-    """The connections of this process, while any group needs them."""
+class _SharedConnections:
+    """The connections of this process, open while any group needs them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,7 +41,7 @@ class _Shared:
         self._users = 0
 
     def take(self, settings: Resolved) -> MessageQueues:
-        """Their settings are those of the first group.
+        """The connections of this process. The first group decides their settings.
 
         Raises:
             ConfigError: the first group is not encrypted, and this one asks for encryption.
@@ -67,10 +67,10 @@ class _Shared:
         queues.close()
 
 
-_shared = _Shared()
+_shared = _SharedConnections()
 _open: list[Formation] = []
 _at_end: Finalize | None = None
-_of_parents: list[_Shared] = []
+_of_parents: list[_SharedConnections] = []
 
 
 class Formation:
@@ -112,11 +112,11 @@ class Formation:
         return self._members.group
 
     def describe(self) -> str:
-        """For people: how the ranks are connected."""
+        """How the ranks are connected, for people."""
         machines = len(self._members.machines())
         if isinstance(self.collectives, LocalGroup):
-            return "shared memory, where nothing is packed or encrypted"
-        encrypted = "encrypted TCP" if self.settings.encryption else "TCP in the clear"
+            return "shared memory, without compression or encryption"
+        encrypted = "encrypted TCP" if self.settings.encryption else "TCP without encryption"
         if isinstance(self.collectives, HierarchicalCollectives):
             return f"{encrypted} between {machines} machines, shared memory within"
         return encrypted
@@ -129,13 +129,13 @@ class Formation:
             return self.sequence
 
     def _answer(self) -> RankState:
-        """For another rank that asks why nothing comes."""
+        """The answer to another rank that asks why nothing arrives."""
         return RankState(sequence=self.sequence, where=self.record.where())
 
     # -- ending ---------------------------------------------------------------------------------------------
 
     def failed(self, call: str, error: BaseException) -> None:
-        """A collective of this rank failed: the others must not wait for it."""
+        """A collective of this rank failed: tell the others not to wait for it."""
         known = isinstance(error, PotluckError)
         self.abort(str(error) if known else f"{call} failed on rank {self.rank}: {error!r}")
 
@@ -152,7 +152,7 @@ class Formation:
                 return
             self._closed = True
         if not self.engine.drain(_DRAIN_S):
-            self.abort(f"rank {self.rank} shut the group down before all was done")
+            self.abort(f"rank {self.rank} shut the group down before everything was done")
         self.engine.stop("the group was shut down")
         if self._local is not None:
             self._local.close()
@@ -168,8 +168,7 @@ def form(
 ) -> Formation:
     """Meet the other ranks and prepare for collectives with them.
 
-    Args:
-        within: the number of the default group, where this is another one.
+    Args: within: the number of the default group, if this is another one.
     """
     settings = _resolved(config, rank, world)
     deadline = time.monotonic() + timeout_s
@@ -253,10 +252,10 @@ def _remember_the_end() -> None:
 
 
 def _forget_parents() -> None:
-    """In a forked child: its parent's groups stay the parent's."""
+    """In a forked child: forget the parent's groups."""
     global _shared, _at_end
     _of_parents.append(_shared)  # kept, so that nothing of it is closed here
-    _shared, _at_end = _Shared(), None
+    _shared, _at_end = _SharedConnections(), None
     _open.clear()
 
 
@@ -266,7 +265,7 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _close_all() -> None:
-    """For scripts that end without destroy_process_group(): what they sent last must still go out."""
+    """For scripts that end without destroy_process_group(): their last messages must still be sent."""
     for formation in list(_open):
         with contextlib.suppress(Exception):
             formation.close()

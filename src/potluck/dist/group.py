@@ -1,4 +1,4 @@
-"""The process group that torch drives: translates c10d's interface to collectives on flat tensors."""
+"""The process group that torch calls: translates c10d's interface to collectives on flat tensors."""
 
 # mypy: disable-error-code="override,assignment,attr-defined"
 # torch declares these methods as overloads and calls them in one way each, and some attributes as read only. Its
@@ -30,7 +30,7 @@ from potluck.errors import CollectiveError
 
 
 def create(options: Any, backend_options: Any) -> PotluckGroup:
-    """What torch calls for init_process_group("potluck") and for new_group()."""
+    """torch calls this for init_process_group("potluck") and for new_group()."""
     default = c10d._world.default_pg
     formation = form(
         options.store,
@@ -126,7 +126,7 @@ class PotluckGroup(dist.ProcessGroup):
     # -- parts and end --------------------------------------------------------------------------------------
 
     def perform_nocolor_split(self, device: Any) -> None:
-        """torch calls this on ranks that are not in a new group."""
+        """torch calls this on ranks outside a new group."""
 
     def split_group(
         self,
@@ -137,10 +137,9 @@ class PotluckGroup(dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> PotluckGroup | None:
-        """A group of some ranks of this one. Every rank of this one must call it at once.
+        """A group of some of this group's ranks. Every rank of this group must call it together.
 
-        Args:
-            new_ranks: numbers within this group; ranks that are not among them get None.
+        Args: new_ranks: rank numbers in this group; other ranks get None.
             opts: a potluck.dist.Config; None: this group's.
             device_types: ignored: every group takes all.
         """
@@ -152,7 +151,7 @@ class PotluckGroup(dist.ProcessGroup):
     splitGroup = split_group
 
     def abort(self) -> None:
-        """End what is under way, here and on the other ranks; callers that wait get an error."""
+        """End all running collectives, here and on the other ranks. Waiting callers get an error."""
         self._formation.abort(f"rank {self.rank()} aborted the group")
 
     def shutdown(self) -> None:
@@ -168,12 +167,10 @@ class PotluckGroup(dist.ProcessGroup):
         body: Callable[[Call], None],
         result: Any = None,
     ) -> PotluckWork:
-        """Give a collective its number and its turn.
+        """Number a collective and queue it.
 
-        Args:
-            header: what must be the same on all ranks.
-            tensors: whatever is read or written, to wait for their devices.
-            body: does it, in the engine's turn.
+        Args: header: what must be the same on all ranks. tensors: all tensors read or written, to wait for their
+        devices. body: the collective itself, which the engine runs.
         """
         formation = self._formation
         formation.peers.check()
@@ -483,7 +480,7 @@ class PotluckGroup(dist.ProcessGroup):
         return self._run(header_of("barrier", []), [], opts, self._collectives.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that, on rank 0, names the first rank that did not come, or all of them."""
+        """A barrier that, on rank 0, names the first missing rank, or all of them."""
         opts = arguments.options(c10d.BarrierOptions, None, timeout)
         opts.asyncOp = False
 

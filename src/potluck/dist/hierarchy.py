@@ -1,4 +1,5 @@
-"""Collectives of ranks on several machines, some with more than one rank: owns doing what can be done within each.
+"""Collectives of ranks on several machines, some with more than one rank: does as much as possible within each
+machine.
 
 What is reduced or broadcast crosses the network once for each machine, not for each rank. Everything else goes
 directly from rank to rank.
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from potluck.dist import reduction
-from potluck.dist.local import LocalGroup
+from potluck.dist.local_collectives import LocalGroup
 from potluck.dist.network_collectives import NetworkCollectives
 from potluck.dist.profiled import RUNNING
 from potluck.dist.record import Call
@@ -35,7 +36,7 @@ class HierarchicalCollectives(NetworkCollectives):
         self._mine = next(at for at, ranks in enumerate(machines) if self.peers.rank in ranks)
 
     def _meet_twice(self) -> None:
-        """For the profiler: first the ranks of this machine, then the other machines."""
+        """For the profiler: the ranks of this machine first, then the other machines."""
         if RUNNING.ranges is not None and self._local is not None and self._between is not None:
             RUNNING.ranges.meetings = 2
 

@@ -33,7 +33,7 @@ def compress(
     Args:
         model: wrapped by DistributedDataParallel, on any backend.
         how: a codec (fp16, bf16, int8, int4, topk, topk:0.05), or powersgd or powersgd:RANK, which is PyTorch's.
-        feedback: add in the next step what this one lost. Without it int4 and topk train worse.
+        feedback: add this step's rounding error in the next step. Without it int4 and topk train worse.
         start_step: for PowerSGD, the number of uncompressed steps at first.
 
     Returns:
@@ -68,9 +68,9 @@ def compressed_hook(state: CompressedGradients, bucket: GradBucket) -> Future[Te
 def powersgd_hook(state: powersgd.PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
     """PyTorch's hook; `compress` registers it.
 
-    It starts further collectives when earlier ones end. NCCL's streams keep these in order; elsewhere those of two
-    buckets would overtake each other differently on each rank (gloo: "Received data size doesn't match"), so there
-    one bucket is done before the next begins.
+    It starts further collectives when earlier ones end. NCCL's streams keep these in order; with other backends
+    those of two buckets would run in a different order on each rank (gloo: "Received data size doesn't match"), so
+    there one bucket ends before the next begins.
     """
     future = powersgd.powerSGD_hook(state, bucket)
     if dist.get_backend(state.process_group) != "nccl":
@@ -84,9 +84,9 @@ for _hook in (compressed_hook, powersgd_hook):
 
 
 class CompressedGradients:
-    """The state of the hook: the codec, the residuals of each bucket, a thread, and a process group of its own.
+    """The state of the hook: the codec, the residuals of each bucket, a thread, and its own process group.
 
-    The thread processes buckets one after the other, beside the backward pass. Each takes two collectives, which
+    The thread processes buckets one after the other, during the backward pass. Each takes two collectives, which
     all ranks must make in the same order, so no other thread may use the group.
     """
 
@@ -104,7 +104,7 @@ class CompressedGradients:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="potluck-compress")
 
     def start(self, bucket: GradBucket) -> Future[Tensor]:
-        """Begin with a bucket; the future gives its average over the ranks."""
+        """Start a bucket. The future gives its average over the ranks."""
         flat = bucket.buffer()
         # By the parameters, not by the bucket's number: DDP changes the buckets after the first step.
         identity = tuple(id(parameter) for parameter in bucket.parameters())
@@ -149,7 +149,7 @@ class CompressedGradients:
         self._distribute(exchange, flat.device)
 
     def _collect(self, exchange: Exchange, device: torch.device) -> None:
-        """Send each part to its owner, who adds."""
+        """Send each part to its owner, which adds."""
         mine = exchange.payload_bytes(self._rank)
         others = [part for part in range(self._world) if part != self._rank]
         sizes = [exchange.payload_bytes(part) if part != self._rank else 0 for part in range(self._world)]
@@ -178,7 +178,7 @@ class CompressedGradients:
 
 
 def _nothing(device: torch.device) -> Tensor:
-    """Something to concatenate if a rank is alone."""
+    """An empty tensor, to concatenate if a rank is alone."""
     return torch.empty(0, dtype=torch.uint8, device=device)
 
 

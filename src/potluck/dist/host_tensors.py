@@ -1,4 +1,4 @@
-"""A caller's tensors as collectives need them, flat, contiguous and in host memory: owns copying results back."""
+"""Makes a caller's tensors flat, contiguous and in host memory, and copies results back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ room_for = spends("staging")(staging.room_for)
 
 
 class HostTensor:
-    """A tensor of any device and strides; collectives read and write `flat`."""
+    """A tensor on any device with any strides; collectives read and write `flat`."""
 
     def __init__(self, tensor: Tensor, *, read: bool) -> None:
         self._tensor = tensor
@@ -31,7 +31,7 @@ class HostTensor:
 
 @contextmanager
 def staged(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Flat tensors to write and to read; what was written is copied back at the end."""
+    """Flat tensors to write and to read. Written tensors are copied back at the end."""
     buffers = [HostTensor(tensor, read=False) for tensor in outputs]
     yield [buffer.flat for buffer in buffers], [HostTensor(tensor, read=True).flat for tensor in inputs]
     for buffer in buffers:

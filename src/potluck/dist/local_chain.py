@@ -1,7 +1,7 @@
-"""Reductions of long tensors between processes of one machine: owns how sums pass from one member to the next.
+"""Reduces long tensors between processes of one machine: owns how sums pass from one member to the next.
 
-A piece of the tensors has a part for each member. All members share one place in memory, as long as the piece. The
-member after a part's owner writes its values there, each following one adds its own, and the owner is last; then
+A piece of the tensors has a part for each member. All members share one buffer as long as the piece. The member
+after a part's owner writes its values there, each following member adds its own, and the owner adds last. Then
 every member copies the whole piece. So every byte of a tensor is read once and written once, for any number of
 members. Pieces are longer than any cache: from about 20 MB on the C library copies past the caches, in half the
 time, which gains more than staying within them.
@@ -22,9 +22,9 @@ PART_ALIGN = 64
 
 
 class Chain:
-    """One member's view of the shared place and of the turns.
+    """One member's view of the shared buffer and of the turns.
 
-    In turn s, from 0 on, member r works on part r - 1 - s of a piece, and so in the last one on its own. In one
+    In turn s, from 0, member r works on part r - 1 - s of a piece, and so on its own part in the last turn. In one
     more turn it copies the result.
     """
 
@@ -64,7 +64,7 @@ class Chain:
             turns.post(self._rank)
 
     def _at(self, turn: int, shared: Tensor, piece: Tensor) -> tuple[Tensor, Tensor]:
-        """This member's part in a turn: in the shared place, and its own values of it."""
+        """This member's part in a turn: in the shared buffer, and its own values."""
         start, stop = part_of(piece.numel(), (self._rank - 1 - turn) % self._size, self._size)
         return shared[start:stop], piece[start:stop]
 

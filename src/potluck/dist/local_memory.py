@@ -1,19 +1,21 @@
-"""The memory that the members of a local group share: owns its layout, how members attach, and which are gone."""
+"""The shared memory of a local group: owns its layout, how members attach, and which have ended."""
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 
+from potluck import checked
+from potluck.bounds import Positive, Text
 from potluck.dist.local_chain import Chain
 from potluck.dist.rings import Ring, Shape
 from potluck.dist.shm import LINE_BYTES, Processes, Segment, Words, available
-from potluck.errors import CollectiveError, NetworkError
+from potluck.errors import CollectiveError, NetworkError, WireError
 from potluck.limits import logical_cores
 
 MAX_MEMBERS = 64
@@ -35,16 +37,24 @@ class Sizes:
     part_bytes: int = 512 * 1024
     """Above this size for each member, sums pass from one to the next, which takes a turn for each."""
     long_bytes: int = 32 * 1024 * 1024
-    """The largest piece in which they do. Pieces of half the length would be copied at half the speed where the C
-    library copies past the caches from 20 MB on; DDP's buckets of 25 MiB fit in."""
+    """The largest piece for that. The C library copies past the caches from 20 MB on, so pieces of half the length
+    would be copied at half the speed. DDP's buckets of 25 MiB fit in."""
     spins: int | None = None
-    """Looks before a wait sleeps; None: many if every member can have a core, else few."""
+    """Number of checks before a wait sleeps; None: many if every member can have a core, else few."""
 
     def __post_init__(self) -> None:
         if any(size % _PAGE or size < _PAGE for size in (self.slot_bytes, self.long_bytes)):
             raise ValueError("slots are whole pages")
         if self.depth < 2:
             raise ValueError("two slots at least: one is read while the next is filled")
+
+
+class LocalMember(msgspec.Struct, frozen=True, kw_only=True):
+    """What each member tells the others through torch's store before they share memory."""
+
+    pid: Positive
+    fault: Text
+    """Why it cannot share memory; empty if it can."""
 
 
 class GroupMemory:
@@ -70,7 +80,7 @@ class GroupMemory:
     def meet(
         cls, store: Any, prefix: str, rank: int, size: int, *, sizes: Sizes, timeout_s: float = 60.0
     ) -> GroupMemory:
-        """Member 0 creates the memory and the others attach; its name is gone before this returns.
+        """Member 0 creates the memory and the others attach. Its name is removed before this returns.
 
         Raises:
             NetworkError: on every member, if one of them could not.
@@ -91,19 +101,22 @@ class GroupMemory:
             fault = str(error)
             if rank == 0:
                 store.set(f"{prefix}/segment", "none")
-        store.set(f"{prefix}/member/{rank}", json.dumps({"pid": os.getpid(), "fault": fault}))
+        store.set(
+            f"{prefix}/member/{rank}", msgspec.json.encode(LocalMember(pid=os.getpid(), fault=fault)).decode()
+        )
         try:
-            found = [json.loads(_get(store, f"{prefix}/member/{other}", timeout_s)) for other in range(size)]
+            keys = [f"{prefix}/member/{other}" for other in range(size)]
+            found = [_member(_get(store, key, timeout_s)) for key in keys]
         finally:
             if segment is not None:
                 segment.forget_name()
-        faults = [f"local member {other}: {it['fault']}" for other, it in enumerate(found) if it["fault"]]
+        faults = [f"local member {other}: {it.fault}" for other, it in enumerate(found) if it.fault]
         if faults or segment is None:
             if segment is not None:
                 segment.close()
             raise NetworkError(f"no shared memory between these processes: {'; '.join(faults)}")
         memory = cls(segment, rank, size, sizes)
-        memory._processes = Processes({other: it["pid"] for other, it in enumerate(found) if other != rank})
+        memory._processes = Processes({other: it.pid for other, it in enumerate(found) if other != rank})
         return memory
 
     def tell(self, reason: str) -> None:
@@ -115,7 +128,7 @@ class GroupMemory:
             self.words.write(0, 1)
 
     def told(self) -> str:
-        """The reason that a member has told, or nothing."""
+        """The reason that a member has given, or an empty string."""
         if not self.words.read(0):
             return ""
         at = self._offset_of_reason
@@ -151,7 +164,7 @@ class GroupMemory:
 
 
 def nbytes_of(size: int, sizes: Sizes) -> int:
-    """Address space; the system gives memory when a page is first used."""
+    """Size of the address space; the system allocates memory when a page is first used."""
     rings = _shapes(size, sizes)
     words = 1 + size + sum(shape.words for shape in rings)
     data_bytes = sum(_pages(shape.note_bytes) + _pages(shape.data_bytes) for shape in rings)
@@ -170,6 +183,13 @@ def _shapes(size: int, sizes: Sizes) -> tuple[Shape, Shape, Shape]:
 
 def _pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
+
+
+def _member(text: str) -> LocalMember:
+    try:
+        return checked.decode(text, LocalMember)
+    except msgspec.DecodeError as error:
+        raise WireError(f"the store holds no member of a local group: {error}") from error
 
 
 def _get(store: Any, key: str, timeout_s: float) -> str:

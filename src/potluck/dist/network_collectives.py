@@ -1,14 +1,14 @@
 """Collectives over the network: owns which rank sends what to which, with flat tensors in host memory.
 
-Larger reductions go by owners: each rank owns a part of the tensor, receives that part from all others, adds it to
+Larger reductions use owners: each rank owns a part of the tensor, receives that part from all others, adds it to
 its own in the working dtype in the order of the ranks, and sends the result on, chunk by chunk. That is a ring's
 traffic, 2(N-1)/N of the tensor for each rank, in two hops instead of 2(N-1), and all ranks get the same bits.
 
 An all-reduce can also go round a ring, or directly from each rank to every other. schedules.py chooses, and has the
 ring's order.
 
-Nobody requests or confirms a chunk: what the others need is queued at once, and results behind it as they come. So
-both directions of a link are busy from the first chunk to the last, while this thread adds.
+No rank requests or confirms a chunk: the data that others need is queued immediately, and results follow as they
+become ready. So both directions of a link are busy from the first chunk to the last, while this thread adds.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from potluck.errors import CollectiveTimeoutError
 
 _EMPTY = memoryview(b"")
 _AHEAD = 4
-"""Messages that a rank sends before it receives one. Received data makes room for more: if all were sent first, the
-link would stop when the system's buffers are full."""
+"""Messages that a rank sends before it receives one. If all were sent first, the link would stop when the system's
+buffers are full."""
 
 
 class Collectives(Protocol):
-    """What a group can do with flat, contiguous tensors in host memory; lists have one entry for each rank.
+    """The collectives of a group on flat, contiguous tensors in host memory. Lists have one entry for each rank.
 
-    `identity` tells that a tensor is the same as in the last step: what its compression lost then is added now.
+    `identity` identifies a tensor from step to step, so that its residual can be added.
     """
 
     def barrier(self, call: Call) -> None: ...
@@ -65,7 +65,7 @@ class NetworkCollectives:
             channel.take(rank)
 
     def monitored_barrier(self, call: Call, wait_all_ranks: bool) -> None:
-        """A barrier that, on rank 0, names the first rank that did not come, or all of them."""
+        """A barrier that, on rank 0, names the first missing rank, or all of them."""
         peers, channel = self.peers, Channel(self.peers, call)
         if peers.rank != 0:
             channel.send_part(0, _EMPTY)
@@ -127,13 +127,13 @@ class NetworkCollectives:
             _compressed_by_owners(Channel(peers, call), exchanges)
 
     def reduce(self, call: Call, flat: Tensor, op: Op, root: int) -> None:
-        """In place at the root; the other tensors do not change."""
+        """Reduce in place at the root. The other tensors do not change."""
         small = flat.nbytes <= self.peers.settings.small_bytes
         by = _reduce_directly if small else _reduce_by_owners
         by(Channel(self.peers, call), flat, _prepared(op, flat), op, targets=[root])
 
     def reduce_scatter(self, call: Call, output: Tensor, inputs: Sequence[Tensor], op: Op) -> None:
-        """inputs[k] goes to rank k; output becomes the reduction of what is for this rank."""
+        """Send inputs[k] to rank k. output becomes the reduction of this rank's inputs."""
         channel = Channel(self.peers, call)
         sent = [_prepared(op, part) for part in inputs]
         for rank in channel.others:
@@ -144,7 +144,7 @@ class NetworkCollectives:
     # -- movements ------------------------------------------------------------------------------------------
 
     def broadcast(self, call: Call, flat: Tensor, root: int) -> None:
-        """Down a binomial tree, chunk by chunk: each is passed on as soon as it has arrived."""
+        """Broadcast along a binomial tree, chunk by chunk; each chunk is forwarded as soon as it has arrived."""
         channel, world = Channel(self.peers, call), self.peers.world
         parent, children = _tree((channel.rank - root) % world, world)
         channel.waits_for(() if parent is None else [(parent + root) % world])
@@ -173,7 +173,7 @@ class NetworkCollectives:
         channel.settle()
 
     def scatter(self, call: Call, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
-        """inputs, at the root only, are what each rank gets."""
+        """Send each rank one of the root's inputs."""
         channel = Channel(self.peers, call)
         channel.waits_for(() if channel.rank == root else [root])
         if channel.rank == root:
@@ -199,7 +199,7 @@ class NetworkCollectives:
 
 
 def _prepared(op: Op, flat: Tensor) -> Tensor:
-    """What this rank contributes: the tensor itself, or a multiplied copy of the working dtype."""
+    """This rank's values: the tensor itself, or a multiplied copy of the working dtype."""
     if reduction.name_of(op) != "PREMUL_SUM":
         return flat
     values = flat.to(reduction.working_dtype(op, flat.dtype), copy=True)
@@ -251,7 +251,7 @@ def _reduce_by_owners(channel: Channel, flat: Tensor, sent: Tensor, op: Op, targ
 def _reduce_own_part(channel: Channel, mine: Tensor, result: Tensor, op: Op, receivers: Sequence[int]) -> None:
     """Reduce the part of the tensor that this rank owns, chunk by chunk, and send each to the receivers.
 
-    `result` may be `mine`: this rank's own part is not sent before it is reduced.
+    `result` may be `mine`, because this rank's own part is not sent before it is reduced.
     """
     others = sorted(channel.others)
     working = reduction.working_dtype(op, result.dtype)
@@ -275,9 +275,9 @@ def _reduce_own_part(channel: Channel, mine: Tensor, result: Tensor, op: Op, rec
 
 
 def _reduce_by_ring(channel: Channel, flat: Tensor, sent: Tensor, op: Op) -> None:
-    """Chunks go from neighbour to neighbour: once round to be reduced, once more to be distributed.
+    """Send chunks round the ring from neighbour to neighbour: once to reduce them, once to distribute them.
 
-    Sums on their way are of the working dtype; each chunk is finished by one rank, so that all get the same bits.
+    Partial sums have the working dtype. One rank finishes each chunk, so that all ranks get the same bits.
     """
     me, world = channel.rank, channel.world
     left, right = (me - 1) % world, (me + 1) % world
@@ -311,7 +311,8 @@ def _reduce_by_ring(channel: Channel, flat: Tensor, sent: Tensor, op: Op) -> Non
 
 
 def _compressed_by_owners(channel: Channel, exchanges: Sequence[Exchange]) -> None:
-    """One piece of every part after the other, so that pieces travel while others are packed and unpacked."""
+    """Exchange one piece of every part after the other, so that pieces are sent while others are packed and
+    unpacked."""
     me = channel.rank
     for exchange in exchanges:
         for rank in channel.others:
@@ -331,7 +332,7 @@ def _compressed_by_owners(channel: Channel, exchanges: Sequence[Exchange]) -> No
 
 
 def _compressed_pair(channel: Channel, exchange: PairExchange) -> None:
-    """Each of two ranks sends its whole packed tensor. Pieces travel while others are packed and added."""
+    """Each of two ranks sends its whole packed tensor. Pieces are sent while others are packed and added."""
     other = 1 - channel.rank
     placed = 0
     for number in range(len(exchange) + _AHEAD):

@@ -1,4 +1,4 @@
-"""The ranks of one group, from the side of one of them: owns their numbers and names, and how the group fails."""
+"""The ranks of one group, from the view of one of them: owns their numbers and names, and how the group fails."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from potluck.errors import CollectiveError
 
 _ASK_S = 1.0
 _NOT_REACHED = (
-    "is there a firewall? POTLUCK_DIST_PORT_BASE=29600 makes rank r listen at 29600 + r, to be let through; "
+    "is there a firewall? With POTLUCK_DIST_PORT_BASE=29600 rank r listens at 29600 + r, so that you can allow "
+    "these ports; "
     "POTLUCK_DIST_INTERFACE chooses another network; potluck doctor ADDRESS tries the connection"
 )
 
 
 def unusable(reason: str) -> CollectiveError:
-    """The error of every call on a group that has failed for this reason."""
+    """The error of every call on a group that failed for this reason."""
     return CollectiveError(reason, hint="the group cannot be used any more: destroy it and make a new one")
 
 
 def gone_hint(reason: str) -> str:
-    """What to do about a rank that is gone for this reason."""
+    """The hint for a rank that is gone for this reason."""
     never = reason.startswith("could not be reached")
     return _NOT_REACHED if never else "look at that rank's own output: it ended first"
 
@@ -89,6 +90,6 @@ class Peers:
         self.queues.abort(self.group, text, [other for other in self._everybody if other.name != own])
 
     def ask(self) -> dict[int, RankState]:
-        """Where the other ranks are, by rank; those that do not answer are left out."""
+        """What each other rank does now, by rank; ranks that do not answer are left out."""
         told = self.queues.ask(self.group, self.others, _ASK_S)
         return {self._ranks[name]: answer for name, answer in told.items()}

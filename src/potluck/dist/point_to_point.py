@@ -39,7 +39,7 @@ class PointToPoint:
         self._peers = peers
         self._wanted: list[_Receive] = []
         self._taken: set[tuple[int, int]] = set()
-        """(source, tag) of messages that a thread receives now: their next parts are its own."""
+        """(source, tag) of messages that a thread is receiving; it also gets their next parts."""
 
     # -- sending --------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What torch's profiler shows of a collective: owns the ranges from its call to its end, across threads.
+"""Shows collectives in torch's profiler: owns the ranges from the call to the end, across threads.
 
 torch's profiler watches the thread that started it, and a range can begin only there. So all ranges of a collective
 begin in its call. They end by a future, in any thread: torch then lends that thread the profiler's state. gloo's
@@ -23,12 +23,12 @@ _never_ended: list[Any] = []
 
 class Ranges:
     """The ranges of one collective: `potluck:all_reduce`, and within it `potluck:all_reduce.queue`, until its turn,
-    and `potluck:all_reduce.wait`, until all ranks from which it receives have come."""
+    and `potluck:all_reduce.wait`, until all ranks from which it receives have arrived."""
 
     def __init__(self, op: str, tensors: Sequence[Tensor], parts: Sequence[str], *, at_turn: bool) -> None:
         """`at_turn`: they begin with its turn, in the thread that runs it."""
         self.meetings = 1
-        """How often ranks must meet until all have come."""
+        """How often ranks must meet until all have arrived."""
         self._op, self._tensors, self._at_turn = op, tensors, at_turn
         self._open: dict[str, _Range] = {}
         if not at_turn:
@@ -56,7 +56,7 @@ class Ranges:
         RUNNING.ranges = None
 
     def finish(self) -> None:
-        """At the end, also of a failure or if it never began."""
+        """Call at the end, also after a failure or if it never began."""
         for part in list(self._open):
             self._end(part)
 
@@ -71,11 +71,15 @@ class _Running(threading.local):
 
 
 RUNNING = _Running()
-"""The ranges of the collective that this thread runs; None without a profiler."""
+"""The ranges of this thread's collective; None without a profiler."""
 
 
-def begin(op: str, tensors: Sequence[Tensor], parts: Sequence[str] = ("queue", "wait")) -> Ranges | None:
-    """None if no profiler runs."""
+def begin(op: str, tensors: Sequence[Tensor], parts: Sequence[str] = ("wait", "queue")) -> Ranges | None:
+    """None if no profiler runs.
+
+    The longer part begins first: this thread may lose the processor in between, and then a wait that began later
+    would be shorter than the queue in it.
+    """
     if not profiler._is_profiler_enabled:
         return None
     kind, kinds = torch._C._autograd._profiler_type(), torch._C._profiler.ActiveProfilerType

@@ -1,11 +1,11 @@
 """Messages between processes: owns the queues in which they wait, and waiting for them with a deadline.
 
-A thread that waits for a message reads the socket itself, and queues what is for others: a hand-over between
-threads would cost more than a small message. One more thread, the monitor, reads while nobody waits, so that
-questions are answered and the end of a peer is noticed.
+A thread that waits for a message reads the socket itself and queues messages for others, because passing a message
+between threads would cost more than a small message. Another thread, the monitor, reads while no thread waits, so
+that questions are answered and the end of a peer is detected.
 
 On close, CLOSE is sent after all queued data. Its acknowledgement proves that everything before it arrived. Only
-then are the sockets closed. A peer that reads nothing cannot hold that up for long.
+then are the sockets closed. A peer that does not read cannot delay this for long.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from potluck import checked
+from potluck.bounds import Text, Whole
 from potluck.dist.config import Resolved
 from potluck.dist.connections import Connections, Endpoint
 from potluck.errors import PotluckError, RankGoneError
@@ -38,30 +39,30 @@ _READ_MS = 100
 _BATCH = 64
 _CHECKED = 1
 _CLOSE_S, _CLOSE_MOST_S, _SLOWEST_BYTES_PER_S = 5.0, 30.0, 125_000
-"""How long closing waits for sent data to arrive; longer where much was sent, as over a slow link."""
+"""How long closing waits for sent data to arrive; longer if much is queued, as on a slow link."""
 _IDLE_CLOSE_S = 1.0
 """The same for peers to which nothing was sent."""
 
 
 class Kind(enum.IntEnum):
-    """What a message is for."""
+    """The purpose of a message."""
 
     COLLECTIVE = 1
     POINT_TO_POINT = 2
     CLOSE = 4
     ABORT = 5
     ASK = 6
-    """Asks where the peer is in a group."""
+    """Asks a peer which collective of a group it is in."""
     TELL = 7
     CLOSE_ACK = 8
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True):
-    """TELL: where a rank is in a group."""
+    """TELL: which collective of a group a rank is in."""
 
-    sequence: int = 0
-    """Number of its last collective."""
-    where: str = "unknown"
+    sequence: Whole = 0
+    """Number of the rank's last collective."""
+    where: Text = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class MessageQueues:
         self._known.update((endpoint.name, endpoint) for endpoint in endpoints)
 
     def open(self, group: int, answer: Callable[[], RankState]) -> None:
-        """Begin a group; `answer` says where this rank is when another asks."""
+        """Begin a group; `answer` returns this rank's present collective when another rank asks."""
         with self.lock:
             self._answers[group] = answer
 
@@ -181,9 +182,7 @@ class MessageQueues:
     ) -> PeerMessage:
         """The next message of that kind from one peer. Raises Aborted, PeerGone or DeadlinePassed.
 
-        Args:
-            contrary: while nothing comes from that peer, a message of another peer for which this is true is
-                returned.
+        Args: contrary: while that peer sends nothing, return a message of another peer for which this is true.
         """
         key: QueueKey = (kind, group, source.name, tag)
 
@@ -211,7 +210,7 @@ class MessageQueues:
         return bool(self._queues.get((Kind.POINT_TO_POINT, group, source, tag)))
 
     def notify(self) -> None:
-        """Let all waiting threads look again. Call with the lock held."""
+        """Wake all waiting threads. Call with the lock held."""
         self._arrived.notify_all()
 
     def wait(self, look: Callable[[], T | None], group: int, sources: list[Endpoint], deadline: float) -> T:
@@ -233,7 +232,7 @@ class MessageQueues:
         if group in self._aborted:
             raise Aborted(self._aborted[group])
         if self.connections.closed or self._stop.is_set():
-            raise RankGoneError("the process group was shut down while a collective was under way")
+            raise RankGoneError("the process group was shut down during a collective")
         reasons = {source.name: self.connections.why_gone(source) for source in sources}
         if reasons and all(reasons.values()):
             name, reason = next(iter(reasons.items()))
@@ -242,7 +241,7 @@ class MessageQueues:
             raise DeadlinePassed
 
     def _read(self, timeout_ms: int) -> None:
-        """Queue what has arrived, then let another thread read; the caller has set `_reading`."""
+        """Queue the arrived messages, then let another thread read. The caller has set `_reading`."""
         try:
             for _ in range(_BATCH):
                 received = self.connections.receive(timeout_ms)
@@ -320,7 +319,7 @@ class MessageQueues:
         return self._aborted.get(group)
 
     def ask(self, group: int, others: list[Endpoint], within_s: float) -> dict[str, RankState]:
-        """Where the others are in this group, by name; peers that do not answer in time are left out."""
+        """What the other ranks of this group do, by name; peers that do not answer in time are left out."""
         wanted = {other.name for other in others}
         with self.lock:
             for name in wanted:

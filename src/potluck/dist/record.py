@@ -1,4 +1,4 @@
-"""A group's collectives, described for people: owns which of them runs, and the error of one that hangs."""
+"""Describes a group's collectives for people: owns which one runs, and the error of one that hangs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_LINES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a collective is; the same on all ranks."""
+    """The description of a collective, the same on all ranks."""
 
     op: str
     """all_reduce, broadcast, ..."""
@@ -73,9 +73,8 @@ class Call:
     def timeout_error(self, missing: Mapping[int, str]) -> CollectiveTimeoutError:
         """The error of a collective that did not finish.
 
-        Args:
-            missing: ranks that never came to it, with what they were last known to do; empty where all came and one
-                of them stalled.
+        Args: missing: ranks that never joined it, with their last known activity; empty if all joined and one of
+        them stalled.
         """
         missed = sorted(missing)
         if missed:
@@ -91,7 +90,7 @@ class Call:
 
 
 class Record:
-    """What one group on this rank is doing; may be used from any thread."""
+    """The present activity of one group on this rank. Usable from any thread."""
 
     def __init__(self, group: str, rank: int) -> None:
         self._group, self._rank = group, rank
@@ -121,7 +120,7 @@ class Record:
             log.log(TRACE, "rank %d, group %s: #%d %s %s", *words)
 
     def where(self) -> str:
-        """What this rank does or did last, for other ranks."""
+        """This rank's present or last activity, for other ranks."""
         with self._lock:
             for seq, header in self._open.items():
                 return f"in {header.op} #{seq}"

@@ -46,12 +46,12 @@ def name_of(op: Op) -> str:
         return op
     name = getattr(getattr(op, "op", op), "name", None)
     if name not in _DTYPES:
-        raise CollectiveError(f"{op!r} is no reduction", hint="use one of torch.distributed.ReduceOp")
+        raise CollectiveError(f"{op!r} is not a reduction", hint="use one of torch.distributed.ReduceOp")
     return str(name)
 
 
 def plain(op: Op) -> Op:
-    """The operation as its name, if that says all: torch's objects are slow to read."""
+    """The operation's name, if that is enough, because torch's objects are slow to read."""
     name = name_of(op)
     return op if name == "PREMUL_SUM" else name
 
@@ -62,10 +62,9 @@ def supports(op: Op, dtype: torch.dtype) -> bool:
 
 
 def check(op: Op, dtype: torch.dtype) -> None:
-    """Refuse what `supports` does not.
+    """Raise an error for a combination that `supports` refuses.
 
-    Raises:
-        CollectiveError: it names the operation and the dtype, and says what to do instead.
+    Raises: CollectiveError: names the operation and the dtype, and says what to do instead.
     """
     if not supports(op, dtype):
         name = name_of(op)
@@ -89,8 +88,8 @@ def premul(op: Op, values: Tensor) -> None:
     factor = getattr(op, "factor", None)
     if factor is None and not hasattr(torch.distributed.ReduceOp, "factor"):
         raise CollectiveError(
-            f"torch {torch.__version__} does not tell a backend in Python the factor of PREMUL_SUM",
-            hint="multiply the tensor before and use SUM, or install torch 2.13 or newer",
+            f"torch {torch.__version__} does not pass the factor of PREMUL_SUM to a backend in Python",
+            hint="multiply the tensor first and use SUM, or install torch 2.13 or newer",
         )
     if factor is None:
         raise CollectiveError(

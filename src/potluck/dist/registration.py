@@ -30,7 +30,7 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 
 def register_if_there() -> None:
-    """What `import potluck` does: nothing, in an interpreter without torch.distributed.
+    """Called by `import potluck`. Does nothing in an interpreter without torch.distributed.
 
     torch calls `watch` at its own import (src/_potluck_torch.py). If the user has turned that off, it is called
     here.
@@ -42,7 +42,7 @@ def register_if_there() -> None:
 
 
 def _register_or_warn() -> None:
-    """An import must not fail, whatever a future torch says."""
+    """The import must not fail, whatever a future torch raises."""
     try:
         register()
     except Exception as error:
@@ -61,7 +61,7 @@ def watch() -> None:
 
 
 class _Finder:
-    """Finds one module, as the other finders would, and registers once it has run; then it removes itself.
+    """Finds one module like the other finders, registers after it has run, and then removes itself.
 
     Not derived from importlib.abc, whose import costs more than all of potluck's.
     """
@@ -74,11 +74,11 @@ class _Finder:
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+            spec.loader = _WatchingLoader(spec.loader)  # type: ignore[assignment]
         return spec
 
 
-class _Loader:
+class _WatchingLoader:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 

@@ -1,12 +1,12 @@
-"""How the ranks of a group find each other through torch's store: owns what they write there.
+"""Lets the ranks of a group find each other through torch's store: owns what they write there.
 
 Each rank writes where it receives messages, its public key, its machine, its protocol and its torch. The store
-itself is neither encrypted nor protected: whoever can write to it can join. See docs/security.md.
+itself has no encryption and no authentication: everybody who can write to it can join. See docs/security.md.
 
 The store outlives groups: a script destroys one and makes the next, torchrun restarts its processes, and torch
 gives the new group the old one's name. So a group's rank 0 opens a new namespace each time. The others join the
-newest one in which they are not yet, and move on to a newer one until rank 0 says that all are there: an old
-namespace, where rank 0 waited in vain, is left that way, and the ranks of a complete one are in it already.
+newest one that they have not joined, and move to newer ones until rank 0 says that all have joined. In this way
+they leave an old namespace that never became complete, and do not join a complete one twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import secrets
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import psutil
@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from potluck import checked
 from potluck._version import __version__
+from potluck.bounds import Finite, Natural, Whole
 from potluck.dist import shm
 from potluck.dist.config import SharedSettings, disagreement, ranks_text
 from potluck.dist.connections import Endpoint, ShortText, check_printable
@@ -37,23 +38,23 @@ _NEWEST, _COMPLETE = "newest", "complete"
 log = logging.getLogger("potluck.dist")
 
 
-class _Version(msgspec.Struct, frozen=True, kw_only=True):
-    """What every protocol has in common."""
+class _VersionFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that every protocol version has."""
 
     version: ShortText
-    protocol: int
+    protocol: Natural
 
     def __post_init__(self) -> None:
         check_printable(self.version)
 
 
-class RankInfo(_Version, frozen=True, kw_only=True):
-    """What a rank tells the others about itself."""
+class RankInfo(_VersionFields, frozen=True, kw_only=True):
+    """A rank's information about itself for the others."""
 
     endpoint: Endpoint
     machine: ShortText
     """Equal for ranks that can share memory."""
-    shared: dict[str, bool | int | float | ShortText | None]
+    shared: Annotated[dict[ShortText, bool | Whole | Finite | ShortText | None], msgspec.Meta(max_length=256)]
     """The settings that must be the same on all ranks."""
     torch: ShortText
 
@@ -76,14 +77,14 @@ class RankInfo(_Version, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, text: str | bytes, rank: int) -> RankInfo:
-        """What the store holds for a rank."""
+        """A rank's entry in the store."""
         try:
-            theirs = checked.decode(text, _Version)
+            theirs = checked.decode(text, _VersionFields)
             if theirs.protocol == PROTOCOL:
                 return checked.decode(text, cls)
         except (msgspec.DecodeError, ValueError, RecursionError):
             raise WireError(
-                f"the store holds something else than the address of rank {rank}",
+                f"the store does not hold the address of rank {rank}",
                 hint="do all ranks run the same version of potluck? Has somebody else written to the store?",
             ) from None
         raise CollectiveError(
@@ -114,9 +115,8 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
 def meet(store: Any, rank: int, world: int, mine: RankInfo, timeout_s: float) -> Membership:
     """Write this rank's info and read the others'.
 
-    Raises:
-        GuestsMissingError: it names the ranks that did not come.
-        CollectiveError: ranks of another version, with other settings, or without a key where all need one.
+    Raises: GuestsMissingError: names the missing ranks. CollectiveError: ranks of another version, with other
+    settings, or without a required key.
     """
     deadline = time.monotonic() + timeout_s
     if rank == 0:
@@ -138,13 +138,13 @@ def meet(store: Any, rank: int, world: int, mine: RankInfo, timeout_s: float) ->
 
 
 def _without_key(ranks: list[RankInfo]) -> CollectiveError | None:
-    """Whoever can write to the store could otherwise turn encryption off."""
+    """Otherwise somebody who can write to the store could turn encryption off."""
     without = [rank for rank, info in enumerate(ranks) if not info.endpoint.has_key]
     if not without:
         return None
     return CollectiveError(
         f"{ranks_text(without)} sent no key, and encryption is on",
-        hint="nothing is sent in the clear: has somebody else written to the store? To go without encryption, set "
+        hint="nothing is sent unencrypted: has somebody else written to the store? To disable encryption, set "
         "POTLUCK_DIST_ENCRYPTION=0 on all ranks",
     )
 
@@ -162,7 +162,7 @@ def _compare_torch(rank: int, ranks: list[RankInfo]) -> None:
 
 
 def all_ready(store: Any, rank: int, world: int, timeout_s: float) -> None:
-    """Wait until every rank accepts messages; none may send before that."""
+    """Wait until every rank accepts messages. No rank may send before that."""
     store.set(f"potluck/ready/{rank}", "1")
     _wait_for(store, [f"potluck/ready/{other}" for other in range(world)], time.monotonic() + timeout_s)
 
@@ -171,14 +171,12 @@ def all_ready(store: Any, rank: int, world: int, timeout_s: float) -> None:
 
 
 def new_namespace(store: Any, rank: int, world: int, within: int | None, timeout_s: float) -> Any:
-    """The part of the store that only this group uses, once all of its ranks are there.
+    """The part of the store that only this group uses, once all of its ranks have joined.
 
     Args:
         within: the number of the default group, which its other groups have in common; None: this is that group.
 
-    Raises:
-        GuestsMissingError: it names the ranks that did not come.
-        CollectiveError: another process has this rank.
+    Raises: GuestsMissingError: names the missing ranks. CollectiveError: another process has this rank.
     """
     root = PrefixStore("potluck/groups" if within is None else f"potluck/{within}/groups", store)
     deadline = time.monotonic() + timeout_s
@@ -228,19 +226,19 @@ def _signature() -> str:
 
 
 def _check_single(rank: int, holder: str) -> None:
-    """Refuse if another living process of this machine has signed as this rank."""
+    """Raise an error if another living process of this machine uses this rank."""
     _, process, machine = [*holder.split(" ", 2), "", ""][:3]
     if not process.isdigit():
         return
     if machine == shm.neighbourhood() and int(process) != os.getpid() and psutil.pid_exists(int(process)):
         raise CollectiveError(
-            f"rank {rank} is there twice: process {process} has it too",
+            f"rank {rank} exists twice: process {process} has it too",
             hint="give every process a RANK of its own, and a new store (or port) to every run",
         )
 
 
 def _wait_for(store: Any, keys: list[str], deadline: float) -> None:
-    """Wait until all keys are set; those of the ranks end with their numbers."""
+    """Wait until all keys are set. A rank's key ends with its number."""
     left = deadline - time.monotonic()
     try:
         store.wait(keys, timedelta(seconds=max(left, 0.001)))
@@ -254,6 +252,6 @@ def _wait_for(store: Any, keys: list[str], deadline: float) -> None:
 def _missing(keys: list[str], world: int) -> GuestsMissingError:
     ranks = ranks_text([int(key.rpartition("/")[2]) for key in keys])
     return GuestsMissingError(
-        f"{ranks} of {world} did not come to the process group in time",
+        f"{ranks} of {world} did not join the process group in time",
         hint="look at the output of these ranks; do all have the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?",
     )

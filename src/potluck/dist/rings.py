@@ -1,8 +1,8 @@
-"""Rings of slots in shared memory, through which processes of one machine exchange bytes: owns the order of access.
+"""Rings of slots in shared memory, in which processes of one machine exchange bytes: owns the order of access.
 
-In every round each process may fill its own slot and announce it (post), wait for the slots of others (arrived),
-and says when it needs nothing of that round any more (done). A slot is filled again only when all readers are done
-with it. All processes make the same rounds in the same order, so a round's number identifies it.
+In every round each process may fill its own slot and announce it (post), waits for the slots of others (arrived),
+and reports when it no longer needs that round (done). A slot is filled again only after all readers have reported
+done. All processes make the same rounds in the same order, so a round's number identifies it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Wait:
 
     deadline: float
     check: Callable[[Callable[[], list[int]]], None]
-    """Raises if the wait is in vain; gets a function that lists who is missing."""
+    """Raises if the wait is useless. Its argument is a function that lists the missing members."""
     late: Callable[[Iterable[int]], Exception]
-    """The error if these members have not come in time."""
+    """The error if these members did not arrive in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,9 @@ class Shape:
 
 
 class Ring:
-    """The slots of `writers`, read by `readers`; this process is one of either or both.
+    """The slots of `writers`, read by `readers`. This process is a writer, a reader or both.
 
-    One word for each writer counts its posts, one for each reader the rounds it is done with.
+    One word for each writer counts its posts, and one for each reader its finished rounds.
     """
 
     def __init__(self, shape: Shape, words: Words, first_word: int, notes: memoryview, data: Tensor) -> None:
@@ -65,7 +65,7 @@ class Ring:
         self.round = 0
         """The next round that this process posts."""
         self.read_round = 0
-        """The next round that it will be done with."""
+        """The next round that this process will finish reading."""
         self._words = words
         self._posts = first_word
         self._dones = first_word + shape.writers
@@ -82,7 +82,7 @@ class Ring:
         return views[writer][number % self.shape.depth]
 
     def free(self, readers: Iterable[int], wait: Wait) -> int:
-        """Wait until the next round's slot may be filled; returns the round's number."""
+        """Wait until the next round's slot may be filled. Returns the round's number."""
         number = self.round
         self._wait(self._dones, readers, number - self.shape.depth + 1, wait)
         return number
@@ -93,7 +93,7 @@ class Ring:
         return all(words.reached(self._dones + reader, target) for reader in readers)
 
     def post(self, writer: int) -> None:
-        """Announce what this process has put into its slot."""
+        """Announce that this process has filled its slot."""
         self.round += 1
         self._words.write(self._posts + writer, self.round)
 
@@ -107,7 +107,7 @@ class Ring:
         return all(words.reached(self._posts + writer, number + 1) for writer in writers)
 
     def done(self, reader: int) -> None:
-        """This process needs nothing more of the oldest round that it was not done with."""
+        """Report that this process has finished reading its oldest unfinished round."""
         self.read_round += 1
         self._words.write(self._dones + reader, self.read_round)
 

@@ -1,4 +1,4 @@
-"""How an all-reduce goes over the network: which algorithm, the parts of the tensor, and the ring's steps. PURE.
+"""Plans an all-reduce over the network: the algorithm, the parts of the tensor, and the ring's steps. PURE.
 
 What each algorithm costs, for S bytes on each of N ranks:
 
@@ -17,8 +17,7 @@ Span = tuple[int, int]
 """start, stop: elements of a flat tensor."""
 
 RING_BYTES = 4 * 1024 * 1024
-"""Above this size for each rank, it matters that a link carries one neighbour's data at a time, and no longer how
-many hops there are."""
+"""Above this size per rank, a link that has one neighbour's data at a time matters more than the number of hops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +28,13 @@ class RingStep:
     """The number of a chunk, as `cut` counts them."""
     receive: int
     combine: bool
-    """What arrives is reduced into the chunk; otherwise it replaces the chunk."""
+    """Whether received data is reduced into the chunk or replaces it."""
 
 
 def split(count: int, parts: int, multiple: int = 1) -> tuple[Span, ...]:
-    """0..count in `parts` spans of nearly equal length; some are empty where there is too little.
+    """0..count in `parts` spans of nearly equal length. Some are empty if there are too few elements.
 
-    Args:
-        multiple: every span but the last that holds anything starts and ends at a multiple of this.
+    Args: multiple: every span except the last non-empty one starts and ends at a multiple of this.
     """
     units = -(-count // multiple)
     whole, left = divmod(units, parts)
@@ -50,16 +48,15 @@ def cut(spans: tuple[Span, ...], pieces: int) -> tuple[Span, ...]:
 
 
 def pieces_for(nbytes: int, chunk_bytes: int) -> int:
-    """In how many chunks of at most `chunk_bytes` this many bytes go; at least one."""
+    """The number of chunks of at most `chunk_bytes` for this many bytes; at least one."""
     return max(1, -(-nbytes // chunk_bytes))
 
 
 def ring_all_reduce(rank: int, world: int, pieces: int = 1) -> tuple[RingStep, ...]:
-    """One rank's steps: chunks go round once to be reduced and once more to be distributed, without a pause
-    between.
+    """One rank's steps: chunks go round the ring once to be reduced and once to be distributed, without a pause.
 
-    There are `world` blocks of `pieces` chunks; block r is reduced last by rank r. A chunk is passed on as soon as
-    it is reduced, while those behind it are on their way: the send of step t may start when the receives up to step
+    There are `world` blocks of `pieces` chunks; block r is reduced last by rank r. A chunk is forwarded as soon as
+    it is reduced, while later chunks are still arriving: the send of step t may start when the receives up to step
     t - pieces are done. Chunks arrive in the order in which the left neighbour sent them.
     """
     return tuple(

@@ -1,12 +1,13 @@
-"""Encrypts a TCP connection between two ranks that share a secret (sent by an encrypted message): owns its TLS.
+"""Encrypts a TCP connection between two ranks that share a secret (which they exchanged in an encrypted message):
+owns its TLS.
 
 Processors have instructions for AES and none for CURVE's cipher: a byte costs a third of the time. TLS needs
 certificates or, from Python 3.13 on, a pre-shared key. Here the certificate is public and not checked. Instead each
-rank proves that it knows the secret, by an HMAC of what is unique to this handshake (RFC 5929, "tls-unique"). A man
-in the middle has one handshake with each of the two, and for neither the proof of the other's.
+rank proves that it knows the secret, by an HMAC of a value that is unique to this handshake (RFC 5929,
+"tls-unique"). A man in the middle has one handshake with each of the two, and for neither the proof of the other's.
 
-Both accept one elliptic curve and no other group. In a group of the other's choice a man in the middle could give
-both handshakes the same keys, on which that proof rests.
+Both accept one elliptic curve and no other group. If a man in the middle could choose the group, he could give both
+handshakes the same keys, and that proof would fail.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 
 SECRET_BYTES = 32
 RENEWED_BYTES = 1 << 37
-"""After this many a new connection has new keys, well before AES-GCM's limit (2^24.5 records of 16 KiB)."""
+"""After this many bytes a new connection gets new keys, well before AES-GCM's limit (2^24.5 records of 16 KiB)."""
 
 _CIPHERS = "ECDHE-ECDSA-AES128-GCM-SHA256:ECDHE-ECDSA-AES256-GCM-SHA384"
 _CURVE = "prime256v1"
@@ -29,7 +30,8 @@ _SERVER, _CLIENT = b"potluck stream, who was called", b"potluck stream, who call
 
 
 class NotSealedError(OSError):
-    """The connection cannot be encrypted: OpenSSL lacks it, or the other end does not know the secret."""
+    """The connection cannot be encrypted: OpenSSL lacks the curve or cipher, or the other end does not know the
+    secret."""
 
 
 def seal(connection: socket.socket, secret: bytes, *, server: bool, within_s: float) -> ssl.SSLSocket:
@@ -84,7 +86,7 @@ def _proof(secret: bytes, who: bytes, unique: bytes) -> bytes:
 
 
 def first_bytes(connection: socket.socket, count: int, until: float) -> bytes:
-    """This many bytes, or those that arrive by `until`, however slowly they are sent."""
+    """Read this many bytes, or those that arrive before `until`, however slowly they are sent."""
     got = b""
     while len(got) < count and (left_s := until - time.monotonic()) > 0:
         connection.settimeout(left_s)

@@ -26,9 +26,9 @@ LINE_BYTES = 128
 """The distance between words of different processes: two cache lines, because processors fetch them in pairs."""
 _HEAD_BYTES = 4096
 _SLICE_S = 0.05
-"""The longest sleep before a waiter checks whether the wait is in vain."""
+"""The longest sleep before a waiter checks whether the other process is still alive."""
 _FIRST_SLICE_S = 0.005
-"""The first sleep: most waits are over by then, and the check takes longer than many of them."""
+"""The first sleep is short: most waits end within it, and the check takes longer than many waits."""
 _WORD_MASK = 0xFFFFFFFF
 _HALF_WORD = 0x80000000
 _FUTEX_CALLS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
@@ -45,7 +45,7 @@ def available() -> tuple[bool, str]:
 
 
 def neighbourhood() -> str:
-    """Equal in two processes that can share memory and are on one machine.
+    """An identifier that is equal in two processes that can share memory.
 
     Network namespaces count as machines: the lab emulates machines with them.
     """
@@ -126,7 +126,8 @@ class Segment:
         return segment
 
     def forget_name(self) -> None:
-        """No other process can attach from here on; the memory is freed with the last process that has it."""
+        """Remove the name: no other process can attach any more, and the memory is freed with the last process that
+        uses it."""
         if self._name is not None:
             with contextlib.suppress(OSError):
                 _shm_unlink(self._name)
@@ -136,7 +137,7 @@ class Segment:
             self._fd = -1
 
     def close(self) -> None:
-        """Unmap it in this process, or with the last tensor that uses it."""
+        """Unmap it in this process, at the latest with the last tensor that uses it."""
         self.forget_name()
         with contextlib.suppress(BufferError):
             self.view.release()
@@ -185,7 +186,7 @@ class Processes:
             self._poll.register(fd, select.POLLIN)
 
     def gone(self) -> set[int]:
-        """The numbers of those that have ended."""
+        """The numbers of the processes that have ended."""
         if self._poll is not None and self._fds:
             self._gone.update(self._fds[fd] for fd, _ in self._poll.poll(0))
         for number, pid in self._pids.items():
@@ -211,7 +212,7 @@ class _Timespec(ctypes.Structure):
 
 
 def _futex() -> tuple[Callable[..., int], Callable[..., int], int] | None:
-    """The call in two ways (one releases Python's lock, one does not), and its number."""
+    """The system call in two forms (one releases Python's lock, one does not), and its number."""
     number = _FUTEX_CALLS.get(platform.machine())
     if sys.platform != "linux" or number is None:
         return None
@@ -227,7 +228,8 @@ def _futex() -> tuple[Callable[..., int], Callable[..., int], int] | None:
 
 
 def _fence() -> Callable[[], Any] | None:
-    """A memory fence, so that no word is seen before the bytes it announces; None if the processor needs none."""
+    """A memory fence, so that no word is visible before the bytes that it announces; None if the processor needs
+    none."""
     if platform.machine() in ("x86_64", "AMD64", "i686"):
         return None
     for library, name in ((None, "OSMemoryBarrier"), ("libatomic.so.1", "atomic_thread_fence")):
@@ -241,10 +243,10 @@ def _fence() -> Callable[[], Any] | None:
 
 
 class Words:
-    """32-bit counters in shared memory, each written by one process; the others wait on them."""
+    """32-bit counters in shared memory. One process writes each counter, and the others wait for it."""
 
     def __init__(self, memory: memoryview, count: int, *, spins: int, futex: bool = True) -> None:
-        """`memory`: `count` times LINE_BYTES; `spins`: looks before the first sleep, about 0.1 µs each."""
+        """`memory`: `count` times LINE_BYTES; `spins`: checks before the first sleep, about 0.1 µs each."""
         self.spins = spins
         self._words = memory[: count * LINE_BYTES].cast("I")
         self._stride = LINE_BYTES // 4
@@ -256,7 +258,8 @@ class Words:
         return int(self._words[index * self._stride])
 
     def write(self, index: int, value: int) -> None:
-        """Write a counter and wake its waiters. Who sees the new value sees all that was written before."""
+        """Write a counter and wake its waiters. A process that sees the new value also sees everything written
+        before it."""
         if self._fence is not None:
             self._fence()
         self._words[index * self._stride] = value & _WORD_MASK
@@ -274,9 +277,9 @@ class Words:
         return True
 
     def wait(self, index: int, target: int, deadline: float, check: Callable[[], None]) -> bool:
-        """Wait until the counter has reached `target`; False if `deadline` (monotonic) passes first.
+        """Wait until the counter has reached `target`. Returns False if `deadline` (monotonic) passes first.
 
-        `check` is called now and then and may raise. Other threads of this process can run meanwhile.
+        `check` is called occasionally and may raise. Other threads of this process can run during the wait.
         """
         words, at = self._words, index * self._stride
         for _ in range(self.spins):

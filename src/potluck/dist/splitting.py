@@ -1,8 +1,8 @@
 """Groups made from a part of another: owns how their ranks meet, and registering them with torch.
 
 torch.distributed.split_group() needs an accelerator, and a device bound to the default group, before it asks the
-backend. torch binds the one of init_process_group(device_id=...) to a group that it drops when the backend is
-written in Python. So it must be bound by hand; without an accelerator, use the group's own split_group().
+backend. torch binds the device of init_process_group(device_id=...) to a group that it drops if the backend is
+written in Python. So bind it by hand; without an accelerator, use the group's own split_group().
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch.distributed.distributed_c10d
 from potluck.errors import CollectiveError
 
 c10d: Any = torch.distributed.distributed_c10d
-"""Much of it is private, but there is no public way."""
+"""torch's record of its groups. Much of it is private, but there is no public interface."""
 
 
 @dataclass(slots=True)
 class Origin:
-    """What a group was made from."""
+    """The store and the settings with which a group was made."""
 
     store: Any
     config: Any
@@ -34,7 +34,7 @@ class Origin:
 def split(
     parent: Any, ranks: list[int], timeout: timedelta, config: Any, name: str | None, description: str | None
 ) -> Any:
-    """The new group on the ranks that are in it; None on the others.
+    """The new group on its ranks; None on the others.
 
     Args:
         name: the name torch will give it; None: torch does not know of it yet.
@@ -44,7 +44,7 @@ def split(
     members = sorted(ranks)
     if not members or len(set(members)) < len(members) or members[0] < 0 or members[-1] >= parent.size():
         raise CollectiveError(
-            f"{ranks} is no part of a group of {parent.size()} ranks",
+            f"{ranks} is not a part of a group of {parent.size()} ranks",
             hint="name each rank of the new group once, by its number in the group that is split",
         )
     number = next(parent.origin.splits)
@@ -67,7 +67,8 @@ def split(
 
 
 def _register(group: Any, options: Any) -> None:
-    """As torch does with the groups that it makes: collectives with a root look their ranks up there."""
+    """Register the group as torch does with its own groups, because collectives with a root look their ranks up
+    there."""
     world, name = c10d._world, group.group_name
     world.pg_map[group] = ("potluck", options.store)
     world.pg_names[group] = name

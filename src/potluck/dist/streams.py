@@ -1,7 +1,7 @@
 """A TCP connection for large tensors between two ranks, encrypted where the group is: owns how its bytes are moved.
 
-ZeroMQ receives each chunk into its own memory, in its own threads. On a link as fast as memory, the copies and the
-hand-overs cost as much as the link. Here one thread sends from the tensor and receives into it.
+ZeroMQ receives each chunk into its own memory, in its own threads. On a link as fast as memory, the copies and
+thread switches cost as much as the link. Here one thread sends from the tensor and receives into it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from potluck.dist.sealing import SECRET_BYTES, seal
 from potluck.wire.waker import Waker
 
 _AT_ONCE = 512 << 10
-"""Bytes of one call: less costs more calls, more does not fit the system's buffers."""
+"""Bytes per call: fewer bytes need more calls, more do not fit into the system's buffers."""
 _CHECK_S = 0.1
 CONNECT_S = 5.0
-"""The limit of each step to a stream."""
+"""Timeout of each step of opening a stream."""
 _OFFER = struct.Struct(f"<H{SECRET_BYTES}s")  # port, and a secret
 _HELLO_BYTES = 16
 MOST_WAITING = 64
@@ -33,7 +33,7 @@ MOST_WAITING = 64
 _NO_FILES_S = 0.05
 _NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _OVER = (OSError, ValueError, AttributeError)
-"""`ssl` and a wait raise the last two if another thread closes at the same moment."""
+"""`ssl` and a wait raise the last two if another thread closes the connection at the same time."""
 
 
 class StreamClosed(Exception):
@@ -62,7 +62,8 @@ class Stream:
             self._send()
 
     def pull(self, into: memoryview, check: Callable[[], None]) -> None:
-        """Fill all of `into`, and send meanwhile. `check` is called now and then, and raises to end the wait."""
+        """Fill all of `into`, and send at the same time. `check` is called occasionally, and raises to end the
+        wait."""
         got = unsent = 0
         while got < len(into):
             self._now_and_then(check)
@@ -89,7 +90,7 @@ class Stream:
         return memoryview(self._buffer)[:nbytes]
 
     def flush(self, check: Callable[[], None]) -> None:
-        """Wait until the system has everything; the memory may then be used again."""
+        """Wait until the system has taken everything. Then the memory may be reused."""
         while self._unsent:
             self._now_and_then(check)
             if not self._send():
@@ -112,7 +113,7 @@ class Stream:
         return True
 
     def _now_and_then(self, check: Callable[[], None]) -> None:
-        """Also while bytes arrive: an abort and a deadline must end a slow transfer too."""
+        """Call this also while bytes arrive: an abort or a deadline must end a slow transfer too."""
         now = time.monotonic()
         if now - self._checked >= _CHECK_S:
             self._checked = now
@@ -149,8 +150,8 @@ def _wait_for(connection: socket.socket, *, receiving: bool, sending: bool) -> N
 class StreamListener:
     """Accepts the stream of the other rank, which gets the port and a secret by message, as an offer.
 
-    A thread reads from all connections at once, so that silent ones keep nobody out. Above the limit the oldest is
-    closed: the other rank says hello right away.
+    A thread reads from all connections, so silent ones block nobody. Above the limit the oldest is closed, because
+    the other rank sends its hello immediately.
     """
 
     def __init__(self, address: str, secret: bytes, port: int = 0) -> None:
@@ -160,7 +161,7 @@ class StreamListener:
         self._listener.setblocking(False)
         self.offer = _OFFER.pack(self._listener.getsockname()[1], secret)
         self._waiting: dict[socket.socket, bytes] = {}
-        """What each connection has sent so far, the oldest first."""
+        """The bytes that each connection has sent so far, oldest connection first."""
         self._accepted: socket.socket | None = None
         self._done = threading.Event()
         self._waker = Waker()
@@ -250,7 +251,7 @@ class PendingStream:
         self._connection, self._secret = connection, secret
 
     def finish(self, *, sealed: bool, within_s: float = CONNECT_S) -> Stream | None:
-        """While the other rank accepts; None if it did not."""
+        """The connection, while the other rank accepts; None if it did not."""
         return _stream(self._connection, self._secret if sealed else None, server=False, within_s=within_s)
 
 
@@ -279,5 +280,5 @@ def _stream(connection: socket.socket, secret: bytes | None, *, server: bool, wi
 
 
 def _hello(secret: bytes) -> bytes:
-    """The first bytes on the connection, in the clear: they tell nothing of the secret."""
+    """The first bytes on the connection, unencrypted; they reveal nothing about the secret."""
     return hmac.digest(secret, b"potluck stream, hello", "sha256")[:_HELLO_BYTES]

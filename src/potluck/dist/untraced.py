@@ -1,4 +1,4 @@
-"""Keeps torch.compile away from classes: owns the mark on their methods.
+"""Excludes classes from torch.compile: owns the mark on their methods.
 
 While a compiled function runs, Dynamo traces every Python function that is called, also from torch's C++. DDP's
 reducer, within torch.compile(DistributedDataParallel(...)), calls a group's collectives.
@@ -15,7 +15,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def untraced(marked: Class) -> Class:
-    """A class decorator: the methods, and what they call, are not traced.
+    """A class decorator: torch.compile does not trace the methods and the functions that they call.
 
     It marks the code objects: torch._dynamo.disable() would cost every script an import and every call a detour.
     """

@@ -1,4 +1,4 @@
-"""The handle of a collective under way: owns its completion, its error and its future."""
+"""The handle of a running collective: owns its completion, its error and its future."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class PotluckWork(dist.Work):
         self._result = list(result)
         self._finished = False
         self._end: threading.Event | None = None
-        """Made at the first wait: most collectives are over before that."""
+        """Created at the first wait, because most collectives end before that."""
         self._error: BaseException | None = None
         self._promise: Future[Any] | None = None
-        """Set at the end, also of a failure; the future that follows it holds the result or the error."""
+        """Set at the end, also after a failure. The dependent future has the result or the error."""
         self._future: Future[Any] | None = None
         self._lock = threading.Lock()
         self._source = -1
@@ -74,12 +74,12 @@ class PotluckWork(dist.Work):
         if not end.wait(None if until is None else max(0.0, until - time.monotonic())):
             raise CollectiveTimeoutError(
                 f"{self.name} had not finished after {seconds:g} s of waiting",
-                hint="it is still under way: wait again, with more time",
+                hint="it is still running: wait again, with a longer timeout",
             )
 
     @property
     def finished(self) -> bool:
-        """As is_completed, without working on it."""
+        """Like is_completed, without working on it."""
         return self._finished
 
     def is_completed(self) -> bool:
@@ -130,7 +130,7 @@ class PotluckWork(dist.Work):
         raise error
 
     def _fulfil(self, promise: Future[Any]) -> None:
-        """Callbacks of the future run here; their errors are not the collective's."""
+        """Run the callbacks of the future. Their errors are not the collective's."""
         try:
             promise.set_result(self._result)
         except Exception:
@@ -138,8 +138,8 @@ class PotluckWork(dist.Work):
 
 
 def _new_future(result: Sequence[Tensor]) -> Future[Any]:
-    """A future for these tensors. torch must know the devices that have streams, to order these; told of a device
-    without streams, it runs no callbacks."""
+    """A future for these tensors. torch must know the devices that have streams, to order them. With a device
+    without streams it would run no callbacks."""
     devices = sorted({tensor.device for tensor in result if tensor.device.type != "cpu"}, key=str)
     if not all(_has_streams(device.type) for device in devices):
         return Future()  # nothing is asynchronous there

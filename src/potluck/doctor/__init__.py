@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from potluck.doctor import connecting, machine, network, pair, software, ways
+from potluck.doctor import addresses, connecting, machine, network, pair, software
 from potluck.spec.facts import Case, Facts
 from potluck.spec.finding import Diagnosis, Finding, Fine, ordered
 
@@ -45,14 +45,14 @@ PAIR_CHECKS: tuple[PairCheck, ...] = (
     pair.versions,
     pair.gloo,
     pair.link,
-    ways.speeds,
+    addresses.speeds,
     pair.clocks,
-    ways.leaving,
+    addresses.leaving,
 )
 
 
 def examine(case: Case) -> Diagnosis:
-    """Every check, over every machine of which there are facts."""
+    """Run every check on every machine with facts."""
     found: list[Finding | Fine] = []
     for check in PAIR_CHECKS if case.between is not None else ():
         found += check(case)

@@ -48,7 +48,7 @@ def reach(case: Case) -> Iterator[Finding | Fine]:
 
 
 def _bare_address(case: Case, between: Between) -> Iterator[Finding | Fine]:
-    """No port was given: whether the machine answers at all."""
+    """No port was given: check whether the machine answers at all."""
     answered = [r for r in between.reaches if r.outcome in (CONNECTED, REFUSED)]
     if answered:
         first = min(answered, key=lambda r: r.seconds)
@@ -161,7 +161,7 @@ def _silent_or_refused(case: Case, between: Between, tries: list[Reach], base: d
 
 
 def _apart(case: Case, address: str, who: str, base: dict[str, str]) -> Finding:
-    """The machine is off, or the two are on different networks, or something keeps them apart on one."""
+    """The machine is off, or the two are on different networks, or something isolates them on one network."""
     if any(same_network(i, address) for i in case.here.interfaces if i.up):
         code, what = "apart-on-one-network", f"{address} does not answer on this network at all"
         fix = "is that machine on? Is it a guest Wi-Fi, whose router keeps machines apart (AP isolation)? "
@@ -174,7 +174,8 @@ def _apart(case: Case, address: str, who: str, base: dict[str, str]) -> Finding:
 
 
 def _kept_in(case: Case, port: int) -> bool:
-    """Whether a firewall of this machine drops what leaves for that port: then nothing can be said of the other."""
+    """Whether a firewall of this machine drops outgoing packets to that port, so that nothing is known about the
+    other machine."""
     return any(
         covers(wall.out_denied, port) or (wall.out_blocks and not covers(wall.out_allowed, port))
         for wall in case.here.firewalls
@@ -208,7 +209,7 @@ def handshake(case: Case) -> Iterator[Finding | Fine]:
                 code="host-silent",
                 severity=WARNING,
                 machine=other_name(case),
-                what="the host let this machine in but says nothing",
+                what="the host admitted this machine but does not answer",
                 how="no answer to a message within the deadline",
                 breaks="a guest that joins now waits",
                 fix="wait until the host's script reaches its training loop; is that machine asleep or overloaded?",
@@ -219,9 +220,10 @@ def handshake(case: Case) -> Iterator[Finding | Fine]:
                 code="probe-answers",
                 severity=WARNING,
                 machine=other_name(case),
-                what="this token is of `potluck probe --listen`, which tells a doctor nothing",
-                how="what answered there said so",
-                breaks="nothing: only the way there was looked at, not the way back nor that machine",
+                what="this token is of `potluck probe --listen`, which does not answer the doctor's questions",
+                how="the program that answered says so",
+                breaks="nothing: only the connection to that machine was checked, not the opposite direction and "
+                "not that machine itself",
                 fix="potluck doctor --listen   (on that machine; then its line here)",
             )
     elif between.handshake:

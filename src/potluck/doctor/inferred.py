@@ -28,17 +28,17 @@ _SIGINT = re.compile(
 )
 _CTRL_C = re.compile(r"(?:\[[^\]]{1,40}\]:? ?|[\w.-]{1,40}: ){0,3}KeyboardInterrupt\s*")
 _FIRST = -1
-"""Before all other causes: what the rank raised that torchrun saw fail first."""
+"""The first cause: the exception of the rank that torchrun saw fail first."""
 _RETOLD = ("rank-raised", "one-failed-all-ended")
-"""They say who failed, and where to look, but not why."""
+"""These findings say which rank failed and where to look, but not why."""
 _GONE = next(s for s in SIGNATURES if s.code == "other-rank-gone")
 
 Ranked = tuple[int, int, Finding]
-"""What kind of finding it is (cause, consequence, aside) and in which line: so they are ordered."""
+"""The kind of finding (cause, consequence, aside) and its line, by which findings are ordered."""
 
 
 def _root_cause(log: LogText) -> tuple[int, str, dict[str, str]] | None:
-    """Where torchrun says who failed first, quoted, and what it says."""
+    """The line in which torchrun names the rank that failed first, and its content."""
     fields: dict[str, str] = {}
     line, quote = 0, ""
     for line, text, at in log.hits(_ROOT):
@@ -57,7 +57,7 @@ def _root_cause(log: LogText) -> tuple[int, str, dict[str, str]] | None:
 
 
 def first_failure(log: LogText, raised: Sequence[Raised], name: str) -> Iterator[Ranked]:
-    """Whom torchrun saw fail first, which is not who wrote last (pains 17, 18)."""
+    """The rank that torchrun saw fail first, which is not the one that wrote last (pains 17, 18)."""
     found = _root_cause(log)
     if found is None:
         return
@@ -87,7 +87,7 @@ def first_failure(log: LogText, raised: Sequence[Raised], name: str) -> Iterator
 
 
 def _where_its_error_is(log: LogText, raised: Sequence[Raised], rank: int | None, name: str) -> str:
-    """A command that finds something in this very log, else how to get a log that has it."""
+    """A command that finds the rank's error in this log, or how to get a log that contains it."""
     if log.holds((f"[rank{rank}]",)):
         return f"grep -n '\\[rank{rank}\\]' {shlex.quote(name)} | head   (its error: the others' follow from it)"
     first = next((r for r in raised if not r.name.endswith(("ChildFailedError", "SignalException"))), None)
@@ -98,7 +98,7 @@ def _where_its_error_is(log: LogText, raised: Sequence[Raised], rank: int | None
 
 
 def no_script(log: LogText, name: str) -> Iterator[Ranked]:
-    """Python could not open the script: nothing was run at all."""
+    """Python could not open the script, so nothing ran."""
     for line, text, _ in log.hits("can't open file"):
         if (match := _NO_SCRIPT.search(text)) is None:
             continue
@@ -112,16 +112,16 @@ def no_script(log: LogText, name: str) -> Iterator[Ranked]:
                 machine=name,
                 what=f"the script {file} cannot be opened: {redacted(match['why']).strip()}",
                 how=f"line {line}: {quoted(text, match.start())}",
-                breaks="the start: not one line of it was run. On several machines it must be on each of them",
+                breaks="the start: nothing of it was run. With several machines it must be on each of them",
                 fix=f"ls -l {shlex.quote(file)}   (in the folder in which it is started, on every machine)",
-                potluck="only the host needs the script, and says at once if it is not there; guests get it sent",
+                potluck="only the host needs the script, and says at once if it is missing; it sends it to guests",
             ),
         )
         return
 
 
 def interrupted(log: LogText, name: str) -> Ranked | None:
-    """Somebody pressed Ctrl-C: no failure, and what is written after it follows from it."""
+    """Somebody pressed Ctrl-C: no failure, and later messages follow from it."""
     signs = [(n, t, m.start()) for n, t, _ in log.hits("ignal") if (m := _SIGINT.search(t))]
     raised = [(n, t, 0) for n, t, _ in log.hits("KeyboardInterrupt") if _CTRL_C.fullmatch(t)]
     if not signs and (not raised or _root_cause(log) is not None):
@@ -138,7 +138,7 @@ def interrupted(log: LogText, name: str) -> Ranked | None:
             how=f"line {line}: {quoted(text, at)}",
             breaks="nothing. Had it hung before: the tracebacks to KeyboardInterrupt show where each rank waited",
             fix="torchrun …   (again, on every machine, from the last checkpoint)",
-            potluck="at Ctrl-C `potluck host` writes a checkpoint, sends the guests home and says how to go on",
+            potluck="at Ctrl-C `potluck host` writes a checkpoint, ends the guests and says how to resume",
         ),
     )
 
@@ -152,7 +152,7 @@ def _first_failure_words(who: str, code: int | None, signal: str | None) -> str:
 
 
 def _is_known(raised: Raised, signatures: Sequence[Signature] = SIGNATURES) -> bool:
-    """One of the table's messages: that finding tells it better."""
+    """One of the table's messages, whose finding is more precise."""
     return any(
         word in line and (signature.pattern is None or signature.pattern.search(line) is not None)
         for line in raised.body
@@ -162,7 +162,7 @@ def _is_known(raised: Raised, signatures: Sequence[Signature] = SIGNATURES) -> b
 
 
 def of_script(log: LogText, raised: Sequence[Raised], others: Sequence[Ranked], name: str) -> Iterator[Ranked]:
-    """An exception of the script itself, which the other ranks then suffered from (pain 17)."""
+    """An exception of the script itself, which then affected the other ranks (pain 17)."""
     own = [r for r in raised if not r.of_launcher and not _is_known(r)]
     own = [r for r in own if not r.name.startswith("torch.distributed.")]
     own = [r for r in own if r.rank is not None] or own  # torch marks what ended a rank, not what was caught
@@ -196,14 +196,15 @@ def of_script(log: LogText, raised: Sequence[Raised], others: Sequence[Ranked], 
 
 
 def explains(ranked: Sequence[Ranked]) -> bool:
-    """Whether a known trouble ended that run, and not an exception of the script's or a crash and what followed."""
+    """Whether a known problem ended that run, and not an exception of the script or a crash and its
+    consequences."""
     retold = [kind for kind, _, finding in ranked if finding.code in _RETOLD]
     known = [kind for kind, _, finding in ranked if finding.code not in _RETOLD and kind != ASIDE]
     return any(kind != CONSEQUENCE for kind in known) or (bool(known) and all(k == CONSEQUENCE for k in retold))
 
 
 def ended_early(log: LogText, raised: Sequence[Raised], name: str) -> Iterator[Ranked]:
-    """All who failed had lost another rank, and that one shows no error: it had ended (pain 16)."""
+    """All failed ranks had lost another rank that shows no error: it had ended (pain 16)."""
     root = _root_cause(log)
     lost = {r.rank: r for r in raised if _is_known(r, (_GONE,))}
     if root is None or (rank := _number(root[2].get("rank", ""))) not in lost:
@@ -220,9 +221,9 @@ def ended_early(log: LogText, raised: Sequence[Raised], name: str) -> Iterator[R
             code="rank-ended-early",
             severity=BLOCKER,
             machine=name,
-            what=f"rank {rank} lost another rank, of which this log shows no error: most likely that one had fewer "
+            what=f"rank {rank} lost another rank, whose error is not in this log: most likely that one had fewer "
             "batches, left its loop and ended",
-            how=f"line {lost[rank].line}: {quoted(lost[rank].text, 0)}; torchrun saw none fail before it",
+            how=f"line {lost[rank].line}: {quoted(lost[rank].text, 0)}; torchrun reported no earlier failure",
             breaks="every rank with more batches, at its next collective. (With several machines: the other "
             "torchruns' logs tell whether one failed there)",
             fix=JOIN,

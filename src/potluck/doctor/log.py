@@ -1,11 +1,11 @@
-"""Reads the log of a run: known messages, which came first, what they mean, or that it ended well. PURE."""
+"""Reads the log of a run: the known messages, which came first, their meaning, or that it ended well. PURE."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-from potluck.doctor import inferred, messages, own, transport
+from potluck.doctor import chosen_transport, inferred, known_messages, own
 from potluck.doctor.log_text import MOST_LINE, LogText, Part, quoted
 from potluck.doctor.raised import BEGINS, Raised, all_raised
 from potluck.doctor.signatures import ASIDE, CAUSE, SIGNATURES
@@ -17,23 +17,23 @@ _ENDED = re.compile(
     r"|^Fatal Python error: |^terminate called |\(core dumped\)|^(?:error|fatal)(?: error)?: \S|\bERROR\b\W{1,4}\w"
     r"|\b[Ee]xit(?:ed)?(?: with)? ?(?:status|code)\s{0,12}[:=]? ?-?[1-9]\d{0,5}\b",
 )
-"""How a program ends that writes no traceback: the system's or the shell's last word, or a program's own."""
+"""The last line of a program that ends without a traceback: the system's, the shell's, or its own."""
 _FINISHED = re.compile(r"^(?:\[[^\]]{1,40}\]:? ?)?(?:finished after step \d|the run is over: finished\b)")
-"""What Potluck's host and guest write last, of a run that did all of its steps."""
+"""The last line of Potluck's host and guest after a run that did all of its steps."""
 _FAILED = ("Traceback (most recent call last)", "ChildFailedError", "Killed", "terminate called")
 
 
 def read_log(parts: Sequence[Part], name: str, left_out_bytes: int = 0, cores: int | None = None) -> LogReading:
-    """The findings of a log, what was likely first before what follows from it. Cores: of the machine, if known."""
+    """The findings of a log, probable causes before their consequences. `cores`: those of the machine, if known."""
     log = LogText(parts)
     raised = list(all_raised(log))
-    found = messages.known(log, SIGNATURES)
+    found = known_messages.known(log, SIGNATURES)
     others = [*inferred.first_failure(log, raised, name), *inferred.out_of_step(log, name)]
     others += [*own.of_potluck(log, name), *inferred.no_script(log, name)]
     failed = bool(others) or any(not hit.signature.only_beside_others for hit in found) or log.holds(_FAILED)
-    told = [hit for hit in found if failed or messages.stands_alone(log, hit)]
-    ranked = [(hit.signature.kind, hit.line, messages.finding_of(hit, name, cores)) for hit in told]
-    network, about_network = transport.network(log)
+    told = [hit for hit in found if failed or known_messages.stands_alone(log, hit)]
+    ranked = [(hit.signature.kind, hit.line, known_messages.finding_of(hit, name, cores)) for hit in told]
+    network, about_network = chosen_transport.network(log)
     ranked += [*others, *about_network]
     if any(kind != ASIDE for kind, _, _ in ranked):
         ranked += inferred.of_script(log, raised, ranked, name)

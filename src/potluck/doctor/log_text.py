@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 MOST_QUOTED = 160
 MOST_LINE = 2000
-"""To each side of the known words: what is called a line may be a whole file."""
+"""Characters on each side of the known words, because a line may be a whole file."""
 _MOST_HITS = 200_000
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b]{0,400}(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -26,19 +26,19 @@ _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
 )
 _PATH = re.compile(r"(?<![\w.:])\.{0,2}/[^\s\]:\"']{16,300}/")
-"""Long paths say little, and may name a person."""
+"""Long paths are shortened: they say little and may name a person."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Lines that follow each other; a long log has a beginning and an end."""
+    """Consecutive lines; a long log has a beginning and an end."""
 
     first_line: int
     text: str
 
 
 def decoded(raw: bytes) -> str:
-    """The bytes as text, whatever they are: PowerShell writes UTF-16."""
+    """The bytes as text in any encoding; PowerShell writes UTF-16."""
     for mark, encoding in ((b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"), (b"\xef\xbb\xbf", "utf-8")):
         if raw.startswith(mark):
             return raw[len(mark) :].decode(encoding, "replace")
@@ -46,21 +46,21 @@ def decoded(raw: bytes) -> str:
 
 
 def is_text(text: str) -> bool:
-    """Not a picture, a model or a program."""
+    """Whether it is text and not a picture, a model or a program."""
     sample = _ANSI.sub("", text[:65536])
     odd = sum(1 for c in sample if c == "\ufffd" or (ord(c) < 32 and c not in "\t\n\r\f\b\x1b"))
     return odd <= max(8, len(sample) // 20)
 
 
 def redacted(text: str) -> str:
-    """Without what looks like a token or a password."""
+    """The text without anything that looks like a token or a password."""
     for pattern, instead in _SECRETS:
         text = pattern.sub(instead, text)
     return text
 
 
 def quoted(text: str, at: int) -> str:
-    """So much of a line as a person reads, around what matters in it."""
+    """A short part of a line, around the relevant words."""
     before = _PATH.sub("…/", redacted(text[:at])).lstrip()
     text = (before + _PATH.sub("…/", redacted(text)[len(redacted(text[:at])) :])).strip()
     at = len(before)
@@ -72,7 +72,7 @@ def quoted(text: str, at: int) -> str:
 
 
 class LogText:
-    """A log in its parts, without colours."""
+    """The parts of a log, without colours."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = [Part(part.first_line, _ANSI.sub("", part.text)) for part in parts]
@@ -97,7 +97,7 @@ class LogText:
                 at = part.text.find(word, max(begin + len(text), at + len(word)))
 
     def between(self, first: int, last: int) -> list[str]:
-        """These lines, as far as they are there."""
+        """These lines, as far as they exist."""
         for part, breaks in zip(self.parts, self._breaks):
             index = max(0, first - part.first_line)
             if part.first_line <= last and index <= len(breaks):
@@ -109,7 +109,7 @@ class LogText:
         return any(word in part.text for part in self.parts for word in words)
 
     def after(self, line: int) -> Iterator[tuple[int, str]]:
-        """The lines that follow, one by one; each as far as it is looked at."""
+        """The following lines, one by one, each up to the limit."""
         for part, breaks in zip(self.parts, self._breaks):
             index = line - part.first_line
             if not 0 <= index < len(breaks):

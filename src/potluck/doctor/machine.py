@@ -14,7 +14,7 @@ FULL_DISK = 200 * 10**6
 SMALL_DISK = 2 * 10**9
 CHECKPOINT_BYTES = 12
 KEPT_CHECKPOINTS = 3
-"""Two are kept, and a third is there while it is written."""
+"""Checkpoints on the disk: two are kept, and a third exists while it is written."""
 
 
 def threads(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
@@ -117,7 +117,7 @@ def disk(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             what=f"{bytes_text(where.free_bytes)} are free in {where.path}",
             how="asked the file system"
             + (f"; {KEPT_CHECKPOINTS} checkpoints need {bytes_text(needs)}" if needs else ""),
-            breaks="checkpoints cannot be written when it is full (those before stay whole)",
+            breaks="checkpoints cannot be written when it is full (earlier ones stay intact)",
             fix=f"free some space (du -sh {where.path}/* | sort -h), or {fix}",
             pains=(20,),
         )
@@ -147,10 +147,10 @@ def power(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             code="sleeps-when-idle",
             severity=WARNING,
             machine=facts.name,
-            what=f"this machine goes to sleep after {seconds_text(state.sleeps_after_s)} without a person",
+            what=f"this machine goes to sleep after {seconds_text(state.sleeps_after_s)} of inactivity",
             how=state.how,
             breaks="a guest vanishes (the run continues without it); a host that sleeps stops the run. Potluck "
-            "asks the system to stay awake while it runs: some refuse, and a closed lid is stronger",
+            "asks the system to stay awake while it runs: some systems refuse, and a closed lid overrides it",
             fix=fixes.get(facts.platform, "sudo systemctl mask sleep.target suspend.target   (undone by unmask)"),
             pains=(25,),
         )
@@ -180,7 +180,7 @@ def orphans(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
 
 
 def checkpoints(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
-    """What a resumed run would find (pain 20)."""
+    """The checkpoints for a resumed run (pain 20)."""
     if not facts.checkpoints:
         return
     newest = facts.checkpoints[0]
@@ -195,13 +195,13 @@ def checkpoints(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
         what=f"the checkpoint {newest.path} is damaged: {newest.why}",
         how="compared its files with the sizes and hashes in its manifest",
         breaks=f"--resume continues from {whole.path} instead" if whole else "this run cannot be resumed",
-        fix="nothing: --resume chooses the whole one by itself" if whole else "start again, or bring back a copy",
+        fix="nothing: --resume chooses the intact one by itself" if whole else "start again, or restore a copy",
         pains=(20,),
     )
 
 
 def ssh(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
-    """Machines of a cluster file that must be entered without a password (pain 21)."""
+    """Machines of a cluster file that must allow a login without a password (pain 21)."""
     for host in facts.ssh:
         if host.status == 0 and host.python:
             yield Fine(machine=facts.name, what=f"ssh {host.host}: no password needed, {host.python}")
@@ -222,14 +222,14 @@ def ssh(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
 
 
 def ssh_trouble(host: SshHost) -> tuple[str, str, str]:
-    """The finding's code, what is wrong with a login that failed, and the fix."""
+    """The finding's code, the cause of a failed login, and the fix."""
     said = host.said.lower()
     if host.status is None:
         return "ssh-silent", "no answer in time", f"ssh -v {host.host}"
     if "permission denied" in said and "password" not in said and "keyboard-interactive" not in said:
         return (
             "ssh-no-key",
-            "it takes none of your keys, and no password either",
+            "it accepts none of your keys, and no password",
             f"ssh -v {host.host}   (shows the keys that were tried; add one to ~/.ssh/authorized_keys there)",
         )
     if "permission denied" in said:
@@ -238,7 +238,7 @@ def ssh_trouble(host: SshHost) -> tuple[str, str, str]:
         name = host.host.rpartition("@")[2]
         return (
             "ssh-changed-key",
-            "its host key is not the one that is known here: it was installed anew, or another machine answers",
+            "its host key is not the one that is known here: it was reinstalled, or another machine answers",
             f"ssh-keygen -R {name} && ssh {host.host}   (after you have made sure that it is the right machine)",
         )
     if "host key verification failed" in said:

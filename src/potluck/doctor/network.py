@@ -25,7 +25,7 @@ from potluck.spec.finding import BLOCKER, NOTE, WARNING, Finding, Fine
 SLOW_LOOKUP_S = 1.0
 LEAST_MTU = 1280
 EXAMPLE_PORT = 7171
-"""For commands that need a port where none was named."""
+"""The port in suggested commands if none was given."""
 
 
 def interface_in_use(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
@@ -59,7 +59,7 @@ def interface_in_use(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             machine=facts.name,
             what=f"{words} ({chosen.name}, {address}) would be used, though {other.name} is wired and up",
             how=f"{reason}; {other.name} has {ipv4(other)[0]}",
-            breaks="a host here listens where it is slow, or where the others are not",
+            breaks="a host here would listen on the slower network, or where the others are not",
             fix=f"potluck host --bind {ipv4(other)[0]}",
             pains=(12,) if chosen.kind == WIFI else (3,),
         )
@@ -68,7 +68,7 @@ def interface_in_use(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
 
 
 def interfaces_of_containers(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
-    """docker0 and its kin have addresses that no other machine reaches (pain 3)."""
+    """docker0 and similar interfaces have addresses that no other machine reaches (pain 3)."""
     inner = [i for i in facts.interfaces if i.kind == CONTAINER and i.up and ipv4(i)]
     if not inner:
         return
@@ -182,7 +182,7 @@ def own_name(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
 
 
 def _without_name(line: HostsLine, facts: Facts, address: str) -> str:
-    """localhost may stand in the same line, and must stay there."""
+    """The command for the fix. localhost may be in the same line, and must stay there."""
     start = line.address.replace(".", "\\.")
     if "localhost" not in line.names:
         return f"sudo sed -i.bak -E 's/^{start}([[:space:]].*{facts.name})/{address}\\1/' {facts.hosts_path}"
@@ -203,7 +203,7 @@ def resolver(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             severity=NOTE,
             machine=facts.name,
             what=f"looking up names is slow: {than} {worst.seconds:.1f} s for {worst.asked}",
-            how="asked the system's resolver, with a clock",
+            how="timed a query to the system's resolver",
             breaks="torchrun asks for every connection, some 10 s each; Potluck uses addresses only",
             fix=f"echo '{facts.default_address or 'ADDRESS'} {facts.name}' | sudo tee -a {facts.hosts_path}"
             "   (or repair the name server: resolvectl status)",
@@ -228,7 +228,7 @@ def resolver(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
 
 
 def ports(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
-    """Somebody else has the port (pain 9)."""
+    """Another process uses the port (pain 9)."""
     for port in facts.ports:
         if port.free:
             yield Fine(machine=facts.name, what=f"port {port.number} ({port.wanted_by}) is free")
@@ -247,13 +247,13 @@ def ports(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             else "torchrun over several machines or with this --master-port, and scripts with this MASTER_PORT "
             "(EADDRINUSE). On one machine, told no port, torchrun takes a free one, and so does Potluck",
             fix=(f"kill {process[1]}   (if it is an old run), or " if process else "")
-            + ("leave --port out: a free one is taken" if ours else f"torchrun --master-port {port.number + 1} …"),
+            + ("leave --port out: a free one is used" if ours else f"torchrun --master-port {port.number + 1} …"),
             pains=(9,),
         )
 
 
 def firewall(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
-    """A firewall that lets nobody in stops a host, not a guest (pain 6)."""
+    """A firewall that admits no connection stops a host, not a guest (pain 6)."""
     port = _port_of_interest(case, facts)
     if _was_reached(case, facts):
         yield Fine(machine=facts.name, what="firewall: a connection from the other machine came in")
@@ -324,7 +324,7 @@ def _was_reached(case: Case, facts: Facts) -> bool:
 
 
 def ipv6(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
-    """Names lead to IPv6 addresses, but the system does not speak it, or only half (pain 10)."""
+    """Names lead to IPv6 addresses, but IPv6 works only partly or not at all (pain 10)."""
     state = facts.ipv6
     if state.sockets and state.loopback and not state.switched_off:
         return

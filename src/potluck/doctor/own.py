@@ -22,7 +22,7 @@ _CLASS = re.compile(r"potluck\.errors\.(\w{1,60}): (.*)")
 _ENDED = re.compile(r"\brank (\d{1,6}) \([^()]{1,80}\) ended while others were waiting for it")
 _UNREACHED = re.compile(r"could not be reached within .{1,20}?\((?:[^(),]{1,80}, )?([\w.:-]{1,80}) port \d{1,5}\)")
 _HINT_WITHIN = 8
-"""Lines: those of other ranks may stand between an error and its hint."""
+"""Number of lines of other ranks that may be between an error and its hint."""
 _ALL_NEEDED = (
     "under torchrun every rank is needed, with this backend, too. With `potluck host` a machine that dies costs "
     "its share of one step, and the run continues"
@@ -30,7 +30,7 @@ _ALL_NEEDED = (
 
 
 def of_potluck(log: LogText, name: str) -> Iterator[tuple[int, int, Finding]]:
-    """What Potluck itself said, with its own hint and page."""
+    """Potluck's own error, with its hint and page."""
     told: set[tuple[str, int]] = set()
     for line, code, said, hint in (*_by_page(log), *_by_class(log), *_by_words(log)):
         # Whatever its class: who writes this waited, and another rank ended first.
@@ -42,7 +42,7 @@ def of_potluck(log: LogText, name: str) -> Iterator[tuple[int, int, Finding]]:
 
 
 def _by_page(log: LogText) -> Iterator[tuple[int, str, str, str]]:
-    """As the command line says it: line, code, words and hint."""
+    """An error printed by the command line: line, code, message and hint."""
     codes = {kind.code for kind in _tree(PotluckError)}
     for line, text, at in (*log.hits("see: potluck explain "), *log.hits("see docs/troubleshooting/")):
         match = _PAGE.search(text)
@@ -55,7 +55,7 @@ def _by_page(log: LogText) -> Iterator[tuple[int, str, str, str]]:
 
 
 def _by_class(log: LogText) -> Iterator[tuple[int, str, str, str]]:
-    """As the last line of a traceback, whose next one is the hint."""
+    """An error as the last line of a traceback, followed by the hint."""
     codes = {kind.__name__: kind.code for kind in _tree(PotluckError)}
     for line, text, _ in log.hits("potluck.errors."):
         match = _CLASS.search(text)
@@ -68,7 +68,7 @@ def _by_class(log: LogText) -> Iterator[tuple[int, str, str, str]]:
 
 
 def _by_words(log: LogText) -> Iterator[tuple[int, str, str, str]]:
-    """As a script writes it that catches the error and prints it."""
+    """An error printed by a script that caught it."""
     for line, text, _ in log.hits("ended while others were waiting for it"):
         if (match := _ENDED.search(text)) is not None:
             yield line, RankGoneError.code, text[match.start() :], ""
@@ -85,12 +85,12 @@ def _finding(log: LogText, line: int, code: str, said: str, hint: str, name: str
         how=f"line {line}",
         breaks="that run, or that guest",
         fix=fix or page,
-        potluck=f"`{page}` names the causes" if fix else "an error of its own; that page tells its causes",
+        potluck=f"`{page}` names the causes" if fix else "an error of its own; that page lists its causes",
     )
 
 
 def _unreached(said: str) -> str:
-    """Between machines this is a firewall, or an address of the wrong network."""
+    """The fix for ranks that cannot reach each other: usually a firewall, or an address of the wrong network."""
     match = _UNREACHED.search(said)
     if match is None:
         return ""
@@ -115,7 +115,7 @@ def _ended(log: LogText, said: str) -> str:
 
 
 def as_with_backend(log: LogText, finding: Finding) -> Finding:
-    """What cannot happen with guests does happen to the ranks of a torchrun, on Potluck's backend as on any."""
+    """Problems that cannot happen with guests do happen to the ranks of torchrun, also on Potluck's backend."""
     if not log.holds(_OF_BACKEND) or not {16, 17, 18} & set(finding.pains):
         return finding
     return structs.replace(finding, potluck=_ALL_NEEDED)

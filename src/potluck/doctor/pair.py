@@ -76,7 +76,7 @@ def mtu(case: Case) -> Iterator[Finding | Fine]:
 
 
 def versions(case: Case) -> Iterator[Finding | Fine]:
-    """What both sides run (pain 22)."""
+    """The versions on both sides (pain 22)."""
     between = case.between
     assert between is not None
     theirs = dict(between.partner_versions)
@@ -151,7 +151,7 @@ def gloo(case: Case) -> Iterator[Finding | Fine]:
 
 
 def link(case: Case) -> Iterator[Finding | Fine]:
-    """Wi-Fi where there is a cable, or a slow cable (pains 12, 13)."""
+    """Wi-Fi although there is a cable, or a slow cable (pains 12, 13)."""
     assert case.between is not None
     mine, theirs = _ends(case)
     for end, facts in ((mine, case.here), (theirs, case.there)):
@@ -167,8 +167,8 @@ def link(case: Case) -> Iterator[Finding | Fine]:
                 what=f"{end.name} runs at {end.speed_mbit} Mbit/s",
                 how="the interface says so",
                 breaks="a guest delivers little over it, and other tools get slower than one machine alone",
-                fix="a Cat 5e cable and a gigabit port (many cables lose a pair); potluck plan says what it is "
-                "worth",
+                fix="a Cat 5e cable and a gigabit port (many cables lose a pair); potluck plan says how much it "
+                "gains",
                 pains=(13,),
             )
 

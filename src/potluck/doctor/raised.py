@@ -12,7 +12,8 @@ from potluck.doctor.log_text import LogText
 BEGINS = "Traceback (most recent call last)"
 _MOST_TRACEBACKS, _MOST_LINES, _MOST_BODY = 200, 400, 8
 _MARK = re.compile(r"(?:\[[^\]]{1,40}\]:? ?|[\w.-]{1,40}: ){0,3}")
-"""What launchers put before each line: [rank1]: of torch, [default1]: of torchrun --tee, machine: of pdsh."""
+"""The prefix that launchers add to each line: [rank1]: of torch, [default1]: of torchrun --tee, machine: of
+pdsh."""
 _RANK = re.compile(r"\[rank ?(\d{1,6})\]")
 _RAISED = re.compile(
     r"(?:(?:\w{1,60}\.){1,12}[A-Z]\w{0,80}"
@@ -33,9 +34,9 @@ class Raised:
     rank: int | None
     line: int
     text: str
-    """NAME: MESSAGE, without the launcher's mark; the first line of it."""
+    """The first line of NAME: MESSAGE, without the launcher's prefix."""
     body: tuple[str, ...]
-    """That line, and those of a message that has more."""
+    """All lines of the message."""
     file: str
     at: int
     """Line of the last frame in a file of the user, else of the last frame."""
@@ -46,12 +47,12 @@ class Raised:
 
     @property
     def who(self) -> str:
-        """The rank, to be put before what it raised."""
+        """The rank, as a prefix for its exception."""
         return f"rank {self.rank}: " if self.rank is not None else ""
 
     @property
     def of_launcher(self) -> bool:
-        """Not of the script: what started it says that it ended."""
+        """Whether it is not the script's: the launcher says that the script ended."""
         return _LAUNCHERS.match(self.name) is not None
 
 
@@ -63,7 +64,7 @@ def all_raised(log: LogText) -> Iterator[Raised]:
 
 
 def _raised_after(mark_line: str, following: Iterable[tuple[int, str]]) -> Raised | None:
-    """What the traceback ends with that begins in this line. Other ranks' lines may stand between its own."""
+    """The last exception of the traceback that begins in this line. Other ranks' lines may be between its own."""
     mark = mark_line[: mark_line.find(BEGINS)]
     if _MARK.fullmatch(mark) is None:
         return None

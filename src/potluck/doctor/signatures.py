@@ -12,31 +12,32 @@ from dataclasses import dataclass
 from potluck.spec.finding import BLOCKER, NOTE
 
 CAUSE, CONSEQUENCE, ASIDE = 0, 1, 2
-"""What fails first; what the others write because of it; what ends no run by itself."""
+"""The kinds of messages: a first failure, a consequence on other ranks, a note that ends no run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """One known message. Its texts may hold the pattern's named groups, and {name}, the log's."""
+    """One known message. Its texts may contain the pattern's named groups, and {name}, the log's name."""
 
     code: str
     words: tuple[str, ...]
-    """One of these is in the line, letter by letter: quick to look for."""
+    """The line contains one of these literally, which is fast to search."""
     pattern: re.Pattern[str] | None = None
-    """And the line looks like this."""
+    """The line also matches this pattern."""
     elsewhere: tuple[str, ...] = ()
-    """And somewhere in the log there is one of these."""
+    """The log also contains one of these somewhere."""
     what: str
     breaks: str
     fix: str
-    """One way a line."""
+    """Fixes, one per line."""
     potluck: str
     pains: tuple[int, ...]
     kind: int = CAUSE
     hides: tuple[str, ...] = ()
-    """What else the same line would be taken for."""
+    """Other messages that the same line would match."""
     only_beside_others: bool = False
-    """Healthy logs have it, too: told where something failed, or where a person pasted nothing else."""
+    """It also appears in healthy logs, so it is reported only if something failed or the log contains nothing
+    else."""
 
     @property
     def severity(self) -> str:
@@ -55,6 +56,9 @@ JOIN = "with model.join():   (DDP's own, around the loop over batches)\n"
 JOIN += "DataLoader(…, drop_last=True)   (with a DistributedSampler: as many batches for all)"
 _EARLIEST = "grep -nE 'Error|Killed|Signal' {name} | head -3   (the earliest is the cause)"
 _INTERFACE = "export GLOO_SOCKET_IFNAME=$(ip -4 route get MASTER_ADDR | grep -oP 'dev \\K\\S+')"
+_NO_RDMA = "uses TCP only: it offers no RDMA"
+_RDMA_FIX = "ibv_devinfo   (on both machines: is the port's state PORT_ACTIVE?)\n"
+_RDMA_FIX += "ib_write_bw -d mlx5_0 ADDRESS   (perftest: does RDMA work without NCCL?)\n"
 _NEVER_STOPS = "cannot happen: a guest that dies, sleeps or is late costs its own share of a step, which the host "
 _NEVER_STOPS += "computes itself; after 5 silent seconds it is removed, by name, and the run continues"
 
@@ -78,7 +82,7 @@ CONNECTING: tuple[Signature, ...] = (
         what="tensors on a Mac's GPU (MPS) were given to a backend that takes none: gloo and NCCL do not know MPS",
         breaks="DDP and every collective on MPS tensors",
         fix="init_process_group('potluck')   (after import potluck)\ntensor.cpu()   (before each collective)",
-        potluck="cannot happen: tensors of every device go by way of host memory, in runs and in its backend",
+        potluck="cannot happen: tensors of every device are sent through host memory, in runs and in its backend",
         pains=(2,),
     ),
     Signature(
@@ -118,7 +122,9 @@ CONNECTING: tuple[Signature, ...] = (
         code="nccl-unreached",
         words=("socketStartConnect", "socketPollConnect", "Call to connect"),
         pattern=_re(
-            r"NCCL WARN.{0,60}connect\w{0,5}:? (?:to )?(?:connect )?(?:to )?(?P<address>[\w.:%-]{2,80})<\d{1,5}>"
+            r"NCCL WARN.{0,120}connect\w{0,5}:? (?:to )?(?:connect )?(?:to )?"
+            r"(?P<address>[\w.:%-]{2,80}(?=<\d{1,5}>)|[\w.%-]{2,80}(?=:\d{1,5}\b))"
+            r"|NCCL WARN (?:socketPollConnect poll\(\) |Call to connect timeout)"
         ),
         what="NCCL did not reach {address}: the interface that it chose does not lead there",
         breaks="the start, after the rendezvous: containers' and VPNs' interfaces are tried, too",
@@ -138,6 +144,69 @@ CONNECTING: tuple[Signature, ...] = (
         pains=(3, 4),
     ),
     Signature(
+        code="nccl-rdma-no-answer",
+        words=("Got completion from peer", "ot completion with"),
+        pattern=_re(
+            r"got completion (?:from peer (?P<address>[\w.:%-]{2,80})<\d{1,5}> )?with "
+            r"(?:status=|error )(?:\w{1,40}\()?1[23]\b"
+        ),
+        what="the InfiniBand or RoCE card sent to {address} and got no answer (status 12 or 13)",
+        breaks="the run: TCP reaches that machine, RDMA does not. A port is down, the two cards are on different "
+        "networks, RoCE uses a wrong address (GID), or that rank died",
+        fix=f"{_RDMA_FIX}export NCCL_IB_GID_INDEX=3   (RoCE: show_gids lists it as v2 with an IPv4 address)\n"
+        "export NCCL_IB_DISABLE=1   (over TCP: if that works, RDMA is at fault)",
+        potluck=_NO_RDMA,
+        pains=(3, 17),
+    ),
+    Signature(
+        code="nccl-rdma-failed",
+        words=(
+            "Got completion from peer",
+            "ot completion with",
+            "ibv_modify_qp failed",
+            "ibv_modify_qp_log failed",
+        ),
+        pattern=_re(
+            r"NCCL WARN.{0,80}got completion .{0,120}?with (?:status=|error )(?!(?:\w{1,40}\()?1[23]\b)"
+            r"|NCCL WARN.{0,40}ibv_modify_qp(?:_log)? failed"
+        ),
+        what="InfiniBand or RoCE failed between two machines that reach each other over TCP",
+        breaks="the run. 'ibv_modify_qp': the cards' addresses (GIDs) do not fit together, or there is no route "
+        "between them. Status 5: only what followed from an earlier failure. Status 4 or 10: memory that a card "
+        "may not use",
+        fix=f"{_RDMA_FIX}export NCCL_IB_HCA=mlx5_0   (the same network's card on each machine)\n"
+        "export NCCL_IB_DISABLE=1   (over TCP: if that works, RDMA is at fault)",
+        potluck=_NO_RDMA,
+        pains=(3,),
+        hides=("no-route", "other-rank-gone"),
+    ),
+    Signature(
+        code="nccl-locked-memory",
+        words=("ibv_reg_mr", "ibv_create_qp", "ibv_create_cq"),
+        pattern=_re(r"call to ibv_\w{3,40} failed.{0,20} cannot allocate memory"),
+        what="the InfiniBand or RoCE card may not lock as much memory as NCCL wants",
+        breaks="the start, on this machine: the limit of locked memory is too small, often in a container",
+        fix="ulimit -l   (what is the limit? It should be unlimited, in the launched process, too)\n"
+        "docker run --ulimit memlock=-1 …   (a machine without a container: /etc/security/limits.conf)",
+        potluck=_NO_RDMA,
+        pains=(3,),
+    ),
+    Signature(
+        code="nccl-shared-memory",
+        words=("shared memory segment", "failed to extend /dev/shm", "posix_fallocate failed"),
+        pattern=_re(
+            r"NCCL WARN (?:error while (?:creating|attaching to) shared memory segment"
+            r"|error: failed to extend /dev/shm|call to posix_fallocate failed)"
+        ),
+        what="NCCL could not use shared memory (/dev/shm) between the ranks of this machine",
+        breaks="the start, on this machine: /dev/shm is full or small. Docker gives a container 64 MB of it",
+        fix="df -h /dev/shm; ls /dev/shm/nccl-*   (full? Those of ended runs can be removed)\n"
+        "docker run --ipc=host …   (or --shm-size=1g; Kubernetes: an emptyDir with medium: Memory at /dev/shm)\n"
+        "export NCCL_SHM_DISABLE=1   (slower; it shows whether this is the cause)",
+        potluck="guests use none; on Linux its backend takes memfd, which the size of /dev/shm does not limit",
+        pains=(19,),
+    ),
+    Signature(
         code="local-network-privacy",
         words=("errno: 65", "Errno 65", "errno=65", "error 65"),
         pattern=_re(r"err(?:no|or)[:= ]{1,2}65\b"),
@@ -152,12 +221,12 @@ CONNECTING: tuple[Signature, ...] = (
         code="not-everybody-came",
         words=("clients joined",),
         pattern=_re(r"waiting for clients\. (?P<came>\d{1,6})/(?P<world>\d{1,6}) clients joined"),
-        what="{came} of {world} processes came to the rendezvous, and it waited for the rest in vain",
+        what="{came} of {world} processes came to the rendezvous, and it waited for the rest until the timeout",
         breaks="the whole start. A launcher that divides evenly (accelerate) leaves some out where machines have "
         "different numbers of GPUs",
-        fix="torchrun --nnodes … --nproc-per-node N   (N: the GPUs of that very machine)\n"
+        fix="torchrun --nnodes … --nproc-per-node N   (N: the GPUs of that machine)\n"
         "potluck doctor MASTER_ADDR:MASTER_PORT   (on a machine whose processes did not come)",
-        potluck="cannot happen: there is no number of processes to wait for. Who comes, helps",
+        potluck="cannot happen: there is no number of processes to wait for. Every machine that joins helps",
         pains=(15, 6),
     ),
     Signature(
@@ -199,7 +268,7 @@ CONNECTING: tuple[Signature, ...] = (
         ),
         what="the port ({port}) is taken: by an earlier run that is still there, or by another user's",
         breaks="every process that was given this port: by --master-port, MASTER_PORT or --rdzv-endpoint. "
-        "torchrun over several machines takes 29500 where it is told none",
+        "torchrun over several machines uses 29500 if no port is given",
         fix="potluck doctor --port {port}   (who has it, and what is left of earlier runs?)\n"
         "torchrun --standalone --nproc-per-node N …   (one machine, no --master-port: a free port is taken)",
         potluck="takes a free port by default, and a guest ends itself when its host or its terminal is gone",
@@ -268,8 +337,8 @@ RUNNING: tuple[Signature, ...] = (
         breaks="the run, at this rank; the others follow. Most often at an epoch's end: the other rank had fewer "
         "batches and left the loop. Else it died or took another branch",
         fix=f"{JOIN}\n{_EARLIEST}",
-        potluck="cannot happen: no machine has batches of its own. The ledger deals each step's samples to whoever "
-        "is there, and takes back what is not delivered",
+        potluck="cannot happen: no machine has batches of its own. The ledger deals each step's samples to the "
+        "present machines, and takes back what is not delivered",
         pains=(16, 17),
         kind=CONSEQUENCE,
     ),
@@ -292,7 +361,8 @@ RUNNING: tuple[Signature, ...] = (
             r" ran for (?P<ms>\d{1,12}) milli"
         ),
         what="rank {rank} waited {ms} ms in {op} for ranks that never came; NCCL's watchdog then ended it",
-        breaks="the whole run, ten to thirty minutes later. Who writes this waited; the fault is another rank's",
+        breaks="the whole run, ten to thirty minutes later. The rank that writes this was waiting; another rank "
+        "caused it",
         fix=f"{_EARLIEST}\n{JOIN}\ninit_process_group(…, timeout=timedelta(minutes=5))   (for a shorter wait)",
         potluck=_NEVER_STOPS,
         pains=(17, 16),
@@ -314,7 +384,7 @@ RUNNING: tuple[Signature, ...] = (
             r"|ncclRemoteError: |did the remote server shutdown or crash"
         ),
         what="another rank is gone: its connection to this one closed in the middle of a collective",
-        breaks="every other rank, at its next collective. The cause is in the log of the one that went first",
+        breaks="every other rank, at its next collective. The cause is in the log of the rank that ended first",
         fix=_EARLIEST,
         potluck=_NEVER_STOPS,
         pains=(17,),
@@ -375,7 +445,7 @@ RUNNING: tuple[Signature, ...] = (
         code="mps-out-of-memory",
         words=("MPS backend out of memory",),
         what="the Mac's GPU has no memory left",
-        breaks="that rank. (PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 takes the limit away: then all of the Mac stalls)",
+        breaks="that rank. (PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 removes the limit; then the whole Mac stalls)",
         fix="a smaller batch on the Mac",
         potluck="a guest finds the micro-batch that fits by itself; if it still dies, the run continues",
         pains=(24,),
@@ -386,8 +456,9 @@ RUNNING: tuple[Signature, ...] = (
         elsewhere=("MPS", " mps", "'mps'", '"mps"', "=mps", "mps:0"),
         what="the loss is NaN, on a run with MPS",
         breaks="the model: everything after it is NaN. Some operations on MPS are wrong without an error",
-        fix="device = 'cpu'   (for one batch: is the loss another one?)\npip install --upgrade torch",
-        potluck="compares each guest's gradient with the host's on one batch first; what is no number never counts",
+        fix="device = 'cpu'   (for one batch: is the loss different?)\npip install --upgrade torch",
+        potluck="compares each guest's gradient with the host's on one batch first; values that are not finite "
+        "never count",
         pains=(24,),
     ),
     Signature(
@@ -398,7 +469,7 @@ RUNNING: tuple[Signature, ...] = (
             r"|unexpected EOF.{0,80}file might be corrupted|Safetensor.{0,80}IncompleteBuffer"
         ),
         what="the checkpoint is cut off: it was still being written, or copied, when something ended",
-        breaks="going on from this file. It cannot be mended",
+        breaks="resuming from this file. It cannot be repaired",
         fix="ls -lt checkpoints   (take the one before)\n"
         "torch.save(state, 'new'); os.replace('new', 'last.pt')   (so that it does not happen again)",
         potluck="writes to a temporary folder, flushes, renames, keeps two, and checks hashes before it resumes",
@@ -417,7 +488,7 @@ RUNNING: tuple[Signature, ...] = (
             r"permission denied \((?:publickey|password|keyboard)|ssh.{0,200}(?:exit status|exit code) 255"
             r"|host key verification failed|not reachable via ssh"
         ),
-        what="the launcher could not enter a machine by ssh without a password",
+        what="the launcher could not log in to a machine by ssh without a password",
         breaks="the start on that machine, and so everywhere",
         fix="ssh-copy-id you@machine\npotluck doctor --cluster cluster.toml   (tries each of them)",
         potluck="needs no ssh: a person types potluck join TOKEN on each machine",
@@ -438,7 +509,7 @@ RUNNING: tuple[Signature, ...] = (
         what="torchrun on Windows asked for libuv, which this torch was built without",
         breaks="every start of torchrun and init_process_group on this machine",
         fix="$env:USE_LIBUV=0   (PowerShell; cmd: set USE_LIBUV=0)\nwsl --install   (and run it in there)",
-        potluck="does not use it; it is not tried on Windows itself yet, in WSL2 it is a Linux",
+        potluck="does not use it. It has not been tried on Windows itself yet; in WSL2 it runs as on Linux",
         pains=(23,),
     ),
     Signature(

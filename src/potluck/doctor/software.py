@@ -27,7 +27,7 @@ def versions(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
 
 
 def gpu(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
-    """A GPU whose driver is there, and a torch that cannot use it."""
+    """A GPU with a driver, but a torch that cannot use it."""
     torch = facts.torch
     if torch.version is None:
         return
@@ -102,7 +102,7 @@ def mps(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             yield Fine(
                 machine=facts.name,
                 what="GPU: MPS is available",
-                details="tensors cross the network by way of host memory, so gloo's refusal of MPS does "
+                details="tensors are sent through host memory, so gloo's refusal of MPS does "
                 "not matter; a guest's gradients are compared with the host's on one batch before they count",
             )
         return
@@ -119,7 +119,7 @@ def mps(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
 
 
 def mps_settings(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
-    """Variables that trade MPS's limits for worse trouble (pain 24)."""
+    """Variables that replace MPS's limits with worse problems (pain 24)."""
     if facts.platform != "darwin":
         return
     if facts.environment.get("PYTORCH_MPS_HIGH_WATERMARK_RATIO") in ("0", "0.0"):
@@ -139,9 +139,9 @@ def mps_settings(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             code="mps-fallback",
             severity=NOTE,
             machine=facts.name,
-            what="PYTORCH_ENABLE_MPS_FALLBACK is set: what MPS lacks is computed on the CPU without a word",
+            what="PYTORCH_ENABLE_MPS_FALLBACK is set: operations that MPS lacks are silently computed on the CPU",
             how="the variable is set here",
-            breaks="some models are much slower than their neighbours, and nobody says why",
+            breaks="some models are much slower, without a message that says why",
             fix="unset PYTORCH_ENABLE_MPS_FALLBACK",
             pains=(24,),
         )

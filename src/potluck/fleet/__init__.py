@@ -1,1 +1,1 @@
-"""How processes are started and how they end; what they compute is not known here."""
+"""Starts and ends processes, here and on other machines."""

@@ -1,9 +1,9 @@
 """What a launcher runs on each machine: reports facts, writes files, runs commands, and ends them with its stdin.
 
-It is sent as text to whatever Python 3.11 is there, so it imports only the standard library. Requests are lines of
-JSON on stdin, answers are lines of JSON on stdout. The launcher sends something every second. When nothing has come
-for SILENT_S, or stdin ends, the launcher or the connection is gone: the agent ends everything that it has started,
-and itself. So a killed launcher, a killed ssh and a pulled cable are one case.
+It is sent as text to a Python 3.11 or newer on that machine, so it imports only the standard library. Requests are
+lines of JSON on stdin, answers are lines of JSON on stdout. The launcher sends something every second. If nothing
+arrives for SILENT_S, or stdin ends, the launcher or the connection is gone: the agent ends everything that it has
+started, and itself. So a killed launcher, a killed ssh and a pulled cable are handled in the same way.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import TypedDict
 
 HELLO = "potluck-agent "
 AGENT_PID = "{agent}"
-"""Stands for this process's number in the arguments of a command."""
+"""Placeholder for this process's number in the arguments of a command."""
 SILENT_S = 6.0
 PATIENCE_S = 2.0
-"""From the request to leave until a guest is killed. SILENT_S + PATIENCE_S must stay below 10 s."""
+"""Time from the request to leave until a guest is killed. SILENT_S + PATIENCE_S must stay below 10 s."""
 _PATHS = ("~/.local/bin", "~/.cargo/bin", "/opt/homebrew/bin", "/usr/local/bin")
 
 
@@ -41,7 +41,7 @@ class AgentWants(TypedDict):
     env: str
     """Name of the environment; the version of Python is added."""
     needs: dict[str, str]
-    """The least version of each requirement."""
+    """The minimum version of each requirement."""
 
 
 class CommandOptions(TypedDict, total=False):
@@ -49,13 +49,13 @@ class CommandOptions(TypedDict, total=False):
 
     cwd: str
     feed: str
-    """For its stdin."""
+    """Text for its stdin."""
     runs: str
-    """Folder of run folders in which it opens one."""
+    """Folder in which the command makes its run folder."""
     remove: str
-    """Folder to be removed at its end."""
+    """Folder to remove at its end."""
     patience_s: float
-    """From the request to leave until it is killed."""
+    """Time from the request to leave until it is killed."""
 
 
 class AgentRequest(CommandOptions, total=False):
@@ -63,20 +63,20 @@ class AgentRequest(CommandOptions, total=False):
 
     do: str
     id: int
-    """The command's number; its answers have it, too."""
+    """The command's number, which its answers also have."""
     path: str
     size: int
     """Bytes of the file, which follow the line."""
     argv: list[str]
     env: dict[str, str]
     number: int
-    """Of the signal."""
+    """Number of the signal."""
     text: str
 
 
 def main(wanted: AgentWants) -> None:
-    """Say what this machine is like, then do what is asked until stdin ends."""
-    output, requests = _Output(), _Requests()
+    """Report this machine's facts, then serve requests until stdin ends."""
+    output, requests = _LauncherLines(), _Requests()
     tasks: dict[int, _Task] = {}
     ending = threading.Lock()
 
@@ -105,7 +105,7 @@ def main(wanted: AgentWants) -> None:
         end_all()
 
 
-def _serve(requests: _Requests, tasks: dict[int, _Task], output: _Output) -> None:
+def _serve(requests: _Requests, tasks: dict[int, _Task], output: _LauncherLines) -> None:
     for request in requests:
         kind, number = request.get("do"), request.get("id", 0)
         try:
@@ -127,7 +127,7 @@ def _serve(requests: _Requests, tasks: dict[int, _Task], output: _Output) -> Non
             output.say({"id": number, "status": 126})
 
 
-class _Output:
+class _LauncherLines:
     """Lines to the launcher, from any thread."""
 
     def __init__(self) -> None:
@@ -141,12 +141,12 @@ class _Output:
 
 
 class _Requests:
-    """What comes on stdin, until it ends."""
+    """Reads stdin until it ends."""
 
     def __init__(self) -> None:
         self._data = b""
         self.heard = time.monotonic()
-        """When something last came."""
+        """When something last arrived."""
 
     def __iter__(self) -> Iterator[AgentRequest]:
         while True:
@@ -158,7 +158,8 @@ class _Requests:
                 yield json.loads(line)
 
     def take(self, size: int, on_some: Callable[[], None]) -> bytes:
-        """So many bytes; `on_some` is called while they come, for beats wait behind them."""
+        """Read this many bytes; `on_some` is called while they arrive, because heartbeats wait in the queue after
+        them."""
         while len(self._data) < size:
             if not self._more():
                 raise EOFError
@@ -174,9 +175,9 @@ class _Requests:
 
 
 class _Task:
-    """A command in a session of its own. Its lines go to the launcher as they come, then its status."""
+    """A command in its own session. Its lines go to the launcher as they come, then its status."""
 
-    def __init__(self, request: AgentRequest, output: _Output) -> None:
+    def __init__(self, request: AgentRequest, output: _LauncherLines) -> None:
         self._number, self._output = request["id"], output
         self.patience_s: float = request.get("patience_s", PATIENCE_S)
         self._asked = self._killed = False
@@ -208,7 +209,7 @@ class _Task:
         self._output.say({"id": self._number, "status": status})
 
     def _find_run(self, runs: str) -> None:
-        """Tell the folder that this command trains in, and its token: the folder's lock names the process."""
+        """Report the command's run folder and token; the folder's lock names the process."""
         began = time.time() - 2
         while self._process.poll() is None:
             for folder in _entries(runs):
@@ -222,7 +223,7 @@ class _Task:
             time.sleep(0.05)
 
     def feed(self, text: str) -> None:
-        """Write to its stdin, which stays open: its end is the task's."""
+        """Write to its stdin, which stays open, because closing it ends the task."""
         with contextlib.suppress(OSError, ValueError):
             assert self._process.stdin is not None
             self._process.stdin.write(text.encode())
@@ -233,7 +234,7 @@ class _Task:
             os.kill(self._process.pid, number)
 
     def ask(self) -> None:
-        """Have it leave: its stdin ends, and it gets SIGTERM."""
+        """Ask it to leave: close its stdin and send SIGTERM."""
         self._asked = True
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
@@ -242,7 +243,7 @@ class _Task:
             self.signal(signal.SIGTERM)
 
     def end(self, patience_s: float | None = None) -> None:
-        """Have it leave, then kill it and all that it has started."""
+        """Ask it to leave, then kill it and everything that it has started."""
         if not self._asked:
             self.ask()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -250,13 +251,13 @@ class _Task:
         self._kill_group()
 
     def remove(self) -> None:
-        """Remove the folder that was made for it, which its launcher may not have lived to do."""
+        """Remove the folder that was made for it, in case its launcher ended before it could."""
         deadline = time.monotonic() + 1.0  # what has just been killed may still write
         while self._folder and os.path.exists(_place(self._folder)) and time.monotonic() < deadline:
             shutil.rmtree(_place(self._folder), ignore_errors=True)
 
     def _kill_group(self) -> None:
-        """Once: later the number may be another's."""
+        """Kill only once: later the number may belong to another process."""
         if not self._killed:
             self._killed = True
             with contextlib.suppress(OSError):
@@ -264,7 +265,7 @@ class _Task:
 
 
 def _entries(folder: str) -> list[str]:
-    """The newest few: what is looked for has just been written."""
+    """The newest few folders; the one that is wanted was just written."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         return [entry.path for entry in sorted(entries, key=lambda e: -e.stat().st_mtime)[:20]]
     return []
@@ -292,7 +293,7 @@ def _put(path: str, data: bytes) -> None:
 
 
 def facts(wanted: AgentWants) -> dict[str, object]:
-    """What the launcher must know before it uses this machine. Their type is in spec/remote.py."""
+    """The facts that the launcher needs before it uses this machine. Their type is in spec/agent_reports.py."""
     cache = _place(wanted["cache"])
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), *map(os.path.expanduser, _PATHS)])
     env = os.path.join(cache, "{}-py{}.{}".format(wanted["env"], *sys.version_info[:2]))

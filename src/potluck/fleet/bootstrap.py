@@ -1,7 +1,7 @@
-"""Brings this Potluck and what it needs to a machine, without root, into a folder named by versions.
+"""Installs this Potluck and its requirements on a machine, without root, in a folder named by versions.
 
-Potluck's own files are sent as a wheel made from the files that run here, whether they lie in a checkout or in an
-installed package. It is unpacked beside the environment, which holds torch and the rest: after a change of Potluck
+Potluck's own files are sent as a wheel made from the files that run here, from a checkout or an installed package.
+It is unpacked next to the environment, which contains torch and the other requirements: after a change of Potluck
 only the wheel, half a megabyte, is sent again.
 """
 
@@ -26,10 +26,10 @@ from potluck.fleet.agent import AgentWants
 from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.installer import InstallPlan
 from potluck.fleet.remote import words_of
-from potluck.spec.remote import RemoteFacts
+from potluck.spec.agent_reports import RemoteFacts
 
 MODULES = ("torch", "numpy", "zmq", "rich", "psutil", "safetensors", "click", "msgspec")
-"""What Potluck imports of its requirements."""
+"""The modules that Potluck imports from its requirements."""
 PACKAGE = Path(__file__).parents[1]
 _NOT_SENT = (".pyc", ".pyi", ".so")
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(\[[^\]]*\])?\s*(?:[(]?>=\s*([0-9.]+))?")
@@ -39,10 +39,10 @@ _THEN = (2020, 1, 1, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetNeeds:
-    """What every machine of a fleet must have."""
+    """The requirements of every machine of a fleet."""
 
     extra: tuple[str, ...] = ()
-    """Requirements beside Potluck's own, as for pip (`--with`)."""
+    """Requirements besides Potluck's own, as for pip (`--with`)."""
     imports: Mapping[str, str]
     """Modules that the script imports, each with its package."""
 
@@ -52,7 +52,7 @@ class FleetNeeds:
 
     @property
     def pins(self) -> list[str]:
-        """The versions that are installed here, of what is required."""
+        """The versions of the requirements that are installed here."""
         found = []
         for requirement in self.requirements:
             name = name_of(requirement)
@@ -63,7 +63,7 @@ class FleetNeeds:
         return found
 
     def of(self, machine: NamedMachine) -> AgentWants:
-        """The agent's argument: what it looks for on that machine."""
+        """The agent's argument: what to check on that machine."""
         names = "\n".join([*self.requirements, *self.pins])
         return {
             "cache": machine.cache,
@@ -136,7 +136,7 @@ def _digest(content: bytes) -> str:
 
 
 def code_name() -> str:
-    """The folder of this Potluck in a machine's cache: a change of any file makes another one."""
+    """The folder of this Potluck in a machine's cache. A change of any file gives another folder."""
     record = _files()[f"potluck-{__version__}.dist-info/RECORD"]
     return f"potluck-{__version__}-{hashlib.sha256(record).hexdigest()[:12]}"
 
@@ -157,7 +157,8 @@ def install_words(facts: RemoteFacts, wanted: FleetNeeds, *, make_env: bool) -> 
 
 
 def variables(facts: RemoteFacts, *, own: bool) -> dict[str, str]:
-    """The environment in which Potluck is found on a machine. An interpreter of its own keeps its PYTHONPATH."""
+    """The environment variables with which Potluck is found on a machine. The machine's own interpreter keeps its
+    PYTHONPATH."""
     path = [f"{facts.cache}/{code_name()}", *([facts.pythonpath] if own and facts.pythonpath else [])]
     return {"PYTHONPATH": ":".join(path), "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
 

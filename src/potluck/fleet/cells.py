@@ -1,7 +1,7 @@
-"""The cells of a notebook as a script for guests: what was run up to the training loop, in the order it was run.
+"""Turns the cells of a notebook into a script for guests: the cells that were run up to the training loop, in that
+order.
 
-On a guest each cell is run again. A cell that fails there is passed over, as it was in the notebook if it failed
-there too; only the cell with the loop must run.
+A guest runs each cell again. A cell that fails there is skipped; only the cell with the loop must run.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ NAME = "notebook.py"
 NOT_SENT = "# potluck: host only"
 """A cell that begins with this line is not sent to guests."""
 _WRAPPING = ("time", "timeit", "capture", "prun")
-"""Cell magics whose cell is Python all the same."""
+"""Cell magics whose cell is Python code."""
 _FUTURE = functools.reduce(
     operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 )
-"""What `from __future__ import …` sets, as IPython does for all cells after it."""
+"""Flags set by `from __future__ import …`, which IPython applies to all later cells."""
 
 Cell = tuple[int, str]
 """Its number in the notebook (In [3]), and its source."""
 
 
 def shell() -> Any | None:
-    """IPython's shell where this process is one, in a notebook or a terminal; None elsewhere."""
+    """IPython's shell, if this process is one, in a notebook or a terminal; else None."""
     if "IPython" not in sys.modules:
         return None
     import IPython
@@ -42,7 +42,7 @@ def shell() -> Any | None:
 
 
 def cells_of(inputs: Sequence[str], without: Collection[int] = ()) -> list[Cell]:
-    """What guests need of the cells that were run, without magics and shell commands.
+    """The parts of the run cells that guests need, without magics and shell commands.
 
     `inputs` are the sources as typed, by number, the one with the loop last. `without` are the numbers of cells
     with earlier loops.
@@ -57,7 +57,7 @@ def cells_of(inputs: Sequence[str], without: Collection[int] = ()) -> list[Cell]
 
 
 def plain_python(source: str) -> str:
-    """The cell without what only IPython understands; "" where nothing else is in it, or it is no Python."""
+    """The cell without IPython's syntax; "" if nothing else is in it or it is not Python."""
     from IPython.core.inputtransformer2 import TransformerManager
 
     try:
@@ -124,7 +124,7 @@ def as_script(cells: Sequence[Cell]) -> Script:
 
 
 def as_python(cells: Sequence[Cell]) -> bytes:
-    """The same cells as plain Python, from which can be seen what they import."""
+    """The same cells as plain Python, to find their imports."""
     return "\n".join(source for _, source in cells).encode()
 
 
@@ -136,8 +136,7 @@ def _quoted(source: str) -> str:
 def replay(namespace: dict[str, Any], cells: Sequence[Cell]) -> None:
     """On a guest: run the cells in this namespace.
 
-    Raises:
-        RuntimeError: the loop lacks a name, and an earlier cell had failed here: that cell and its error.
+    Raises: RuntimeError: the loop lacks a name, and an earlier cell failed here; names that cell and its error.
     """
     if not hasattr(builtins, "display"):
         namespace.setdefault("display", lambda *shown, **more: None)  # IPython has one everywhere

@@ -1,6 +1,6 @@
 """A run on the machines of a cluster engine, started from Python: the host here, a guest on each machine.
 
-Machines that come become guests, and machines that go are forgotten, during the run.
+During the run, added machines become guests and removed machines are dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Protocol, Self, Unpack
 
 import msgspec
 
-from potluck.errors import MachineError, PotluckError, ScriptError
+from potluck.errors import INTERRUPTED, MachineError, PotluckError, ScriptError
 from potluck.fleet.agent import CommandOptions
 from potluck.fleet.bootstrap import FleetNeeds
 from potluck.fleet.hostfiles import NamedMachine
@@ -41,14 +41,14 @@ class EngineFleet(GuestFleet, Protocol):
     """The machines of a cluster engine, which restarts them."""
 
     def instances(self) -> Mapping[str, str]:
-        """All machines by their names; the value is another one when a machine was restarted."""
+        """All machines by name; the value changes when a machine is restarted."""
 
 
 class ClusterFleet:
-    """The machines of an engine, and those that ssh reaches (this one among them), for a launcher."""
+    """The machines of an engine, and those reached by ssh (including this one), for a launcher."""
 
     def __init__(self, engine: GuestFleet, reached: SshFleet, gpus: Callable[[str], int] = lambda name: 0) -> None:
-        """`gpus` of an engine's machine: each has a guest of its own."""
+        """`gpus`: number of GPUs of an engine's machine, each of which gets its own guest."""
         self._engine, self._reached, self._gpus = engine, reached, gpus
 
     def machine(self, name: str) -> NamedMachine:
@@ -115,19 +115,19 @@ def followed(engine: EngineFleet, launcher: Launcher, on_new: Callable[[str], No
 
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a run is."""
+    """The progress of a run."""
 
     folder: str = ""
     """Its run folder, on the machine of its host; empty before that is known."""
     status: int | None = None
     """The host's exit status; None while it runs."""
     why: str = ""
-    """What went wrong, in words."""
+    """A description of the failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetResult:
-    """How a run ended. Paths are those of the host's machine."""
+    """How a run ended. Paths are on the host's machine."""
 
     summary: RunEnded | None
     """None if the run was stopped before its first step."""
@@ -136,7 +136,7 @@ class FleetResult:
 
 
 class ClusterRun:
-    """Runs a launcher in a thread. `state` and `read` tell how far it is; `stop` ends everything."""
+    """Runs a launcher in a thread. `state` and `read` report its progress; `stop` ends everything."""
 
     def __init__(
         self,
@@ -185,20 +185,20 @@ class ClusterRun:
             self._status = status
 
     def state(self) -> ClusterState:
-        """How far it is. Ask before the last `read`: then nothing is missed."""
+        """Its progress. Call it before the last `read`, so that nothing is missed."""
         return ClusterState(folder=self._observer.run, status=self._status, why=self._why)
 
     def read(self, offset: int) -> bytes:
-        """What events.jsonl has from `offset` on; at most MOST_READ bytes."""
+        """The content of events.jsonl from `offset`; at most MOST_READ bytes."""
         return _read(Path(self._observer.run) / "events.jsonl", offset) if self._observer.run else b""
 
     def output(self, offset: int) -> bytes:
-        """What the host has printed from `offset` on; at most MOST_READ bytes."""
+        """The host's output from `offset`; at most MOST_READ bytes."""
         moved = Path(self._observer.run) / "logs" / self._log.name
         return _read(self._log, offset) or (_read(moved, offset) if self._status is not None else b"")
 
     def stop(self) -> None:
-        """The host saves and ends, and all guests with it. Harmless when called twice."""
+        """Save and end the host, and all guests with it. A second call does nothing."""
         atexit.unregister(self.stop)
         if self._status is None:
             self._launcher.interrupt()
@@ -208,7 +208,7 @@ class ClusterRun:
 
 
 class _Keeper(LaunchObserver):
-    """Keeps what a launcher tells: the run folder; and in a log, why a machine has no guest."""
+    """Stores a launcher's messages: the run folder, and in a log, why a machine has no guest."""
 
     run = ""
 
@@ -236,11 +236,12 @@ class FleetRun:
     """
 
     def __init__(self, ask: Callable[..., Any]) -> None:
-        """`ask` calls a method of the `ClusterRun` by its name, wherever that is."""
+        """`ask` calls a method of the `ClusterRun` by name, possibly in another process."""
         self._ask = ask
+        self._interrupted = False
 
     def events(self) -> Iterator[RunEvent]:
-        """The run's events as they come, those of the past first, until the run has ended."""
+        """The run's events as they come, beginning with past ones, until the run has ended."""
         offset, half = 0, b""
         try:
             while True:
@@ -280,11 +281,18 @@ class FleetRun:
         return FleetResult(summary=summary, checkpoint=folder / saved if saved else None, folder=folder)
 
     def stop(self) -> None:
-        """Have the host save and end, and all guests with it."""
+        """Save and end the host, and all guests with it."""
         self._ask("stop")
 
+    def interrupt(self) -> None:
+        """Stop, from a signal handler or any thread. The second call ends this process, and its engine the rest."""
+        if self._interrupted:
+            os._exit(INTERRUPTED)
+        self._interrupted = True
+        threading.Thread(target=self.stop, name="potluck-stop", daemon=True).start()
+
     def follow(self, stream: BinaryIO) -> ClusterState:
-        """Copy what the host prints to a stream, until the run has ended; how it ended."""
+        """Copy the host's output to a stream until the run has ended. Returns how it ended."""
         offset = 0
         while True:
             state: ClusterState = self._ask("state")

@@ -1,7 +1,7 @@
 """The fleet of a Dask cluster: every worker is a machine. Dask carries requests and logs, never a tensor.
 
-Requests are functions that run in the worker's process, beside its tasks: a guest takes none of the worker's
-threads from Dask. The driver polls each guest every second; see kept.py for what happens without.
+Requests are functions that run in the worker's process, besides its tasks, so a guest uses none of Dask's task
+threads. The driver polls each guest every second; kept.py says what happens otherwise.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from potluck.errors import MachineError
 from potluck.fleet import sealed
 from potluck.fleet.cluster import ClusterRun, FleetRun
 from potluck.fleet.interface import GuestSettings
-from potluck.fleet.polled import PolledGuest, PolledGuests
+from potluck.fleet.polled import ANSWER_S, PolledGuest, PolledGuests
 
 if TYPE_CHECKING:
     from distributed import Client
 
-ANSWER_S = 8.0
-"""A worker that does not answer for this long is lost."""
 _INSTALL = "in the environment of every worker, the version that is here: pip install -e '.[dask]'"
 
 
@@ -82,7 +80,7 @@ class DaskCluster:
     """A Dask cluster on which runs are started; see `potluck.dask`."""
 
     def __init__(self, client: Client) -> None:
-        """`client`: a synchronous one. This machine hosts; every worker is a guest, also those that come later."""
+        """`client`: a synchronous one. This machine hosts; every worker is a guest, also those added later."""
         self._client = client
 
     def start(
@@ -101,5 +99,5 @@ class DaskCluster:
 
 
 def _threads(dask_worker: Any) -> int:
-    """Of a worker: Dask passes it to a function with a parameter of this name."""
+    """The worker; Dask passes it to a function with a parameter of this name."""
     return int(dask_worker.state.nthreads)

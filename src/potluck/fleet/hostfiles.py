@@ -1,4 +1,4 @@
-"""Reads which machines a fleet has: names on the command line, fleet.toml, and the host files of other launchers.
+"""Reads the machines of a fleet from names on the command line, fleet.toml, and the host files of other launchers.
 
     host = "desk"                          # optional: where the host runs (default: here)
     [[machine]]
@@ -21,29 +21,30 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from potluck import checked
-from potluck.checked import Positive
-from potluck.errors import ConfigError
+from potluck.bounds import Many, Positive, Text
+from potluck.doctor.facts.ssh_login import EXAMPLE
+from potluck.errors import ConfigError, UserError
+from potluck.fleet.local import HERE
 
 CACHE = "~/.cache/potluck"
 MOST_MACHINES = 64
-_EXAMPLE = 'write it like this: [[machine]] and below it ssh = "you@192.168.1.7"'
 _SLOTS = re.compile(r"(\S+?)(?::(\d+))?(?:\s+(?:slots|max[-_]slots)\s*=\s*(\d+))*\s*")
 
 
 class NamedMachine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One machine and how to get there."""
+    """One machine and how to connect to it."""
 
-    ssh: str = ""
+    ssh: Text = ""
     """As for `ssh`; empty for this machine."""
-    name: str = ""
+    name: Text = ""
     """Name in logs and tables; made from `ssh` if not given."""
-    python: str = ""
+    python: Text = ""
     """The interpreter to use there; if it has all that Potluck needs, nothing is installed."""
-    cache: str = CACHE
+    cache: Text = CACHE
     """Folder there for Potluck and its environments."""
-    folder: str = ""
+    folder: Text = ""
     """Working folder there, if the host runs there."""
-    device: str | None = None
+    device: Text | None = None
     threads: Positive | None = None
     micro_batch: Positive | None = None
     slots: Positive = 1
@@ -52,19 +53,19 @@ class NamedMachine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __post_init__(self) -> None:
         # ssh takes what begins with a dash for an option.
         if self.ssh.startswith("-") or any(c.isspace() for c in self.ssh):
-            raise ConfigError(f"ssh = {self.ssh!r} is not the name of a machine", hint=_EXAMPLE)
+            raise ConfigError(f"ssh = {self.ssh!r} is not the name of a machine", hint=EXAMPLE)
 
 
 class FleetFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The machines, and which one is the host."""
 
-    machine: tuple[NamedMachine, ...] = ()
-    host: str = ""
+    machine: Many[NamedMachine] = ()
+    host: Text = ""
     """Name of the machine that hosts; empty: this machine, which is not in the list."""
 
 
 def read_fleet(words: Sequence[str]) -> FleetFile:
-    """The fleet of machine names and of files, in any mixture; every machine has a name of its own."""
+    """The fleet of machine names and files, in any mixture. Every machine has a unique name."""
     machines: list[NamedMachine] = []
     host = ""
     for word in words:
@@ -83,12 +84,39 @@ def read_fleet(words: Sequence[str]) -> FleetFile:
         )
     named = _with_names(machines)
     if host and host not in [m.name for m in named]:
-        raise ConfigError(f"there is no machine {host!r} to be the host", hint=_of(named))
+        raise _no_host(host, named)
     return FleetFile(machine=named, host=host)
 
 
-def _of(machines: Sequence[NamedMachine]) -> str:
-    return f"the machines are: {', '.join(m.name for m in machines)}"
+def check_together(
+    fleet: FleetFile, clusters: Sequence[str], host: str, *, only: Sequence[str], check: bool
+) -> None:
+    """Refuse machines that are not there or do not go together.
+
+    `clusters` are addresses of Ray clusters, `only` the machines whose lines are shown. With `check`, nothing is
+    started.
+    """
+    names = [machine.name for machine in fleet.machine]
+    there = bool(clusters and host and host not in names)
+    if there and fleet.machine:
+        raise UserError(
+            "a node of the Ray cluster hosts only for other nodes",
+            hint="leave out the ssh machines, or leave out --host",
+        )
+    if host and not there and host not in names:
+        raise _no_host(host, fleet.machine)
+    for name in only if not clusters else ():
+        if name not in [*names, HERE]:
+            raise ConfigError(f"--only {name!r} is not one of the machines", hint=f"this one is called {HERE}")
+    if len(clusters) > 1 or (clusters and check):
+        raise UserError(
+            "potluck up takes one Ray cluster, and no --check with it", hint="`ray status` shows its nodes"
+        )
+
+
+def _no_host(host: str, machines: Sequence[NamedMachine]) -> ConfigError:
+    names = ", ".join(m.name for m in machines)
+    return ConfigError(f"there is no machine {host!r} to be the host", hint=f"the machines are: {names}")
 
 
 def _with_names(machines: Sequence[NamedMachine]) -> tuple[NamedMachine, ...]:
@@ -108,9 +136,9 @@ def _with_names(machines: Sequence[NamedMachine]) -> tuple[NamedMachine, ...]:
 
 
 def _read_file(path: Path) -> FleetFile:
-    text = checked.read_text(path, missing="give machines by name, or the path of a file", example=_EXAMPLE)
+    text = checked.read_text(path, missing="give machines by name, or the path of a file", example=EXAMPLE)
     if path.suffix == ".toml":
-        table = checked.toml_table(text, str(path), example=_EXAMPLE)
+        table = checked.toml_table(text, str(path), example=EXAMPLE)
         file = checked.convert(table, FleetFile, where=str(path), toml=text)
     elif path.suffix == ".json":
         file = FleetFile(machine=tuple(_of_mlx(text, path)))
@@ -119,7 +147,7 @@ def _read_file(path: Path) -> FleetFile:
     else:
         file = FleetFile(machine=tuple(_of_mpi(text, path)))
     if not file.machine:
-        raise ConfigError(f"{path} names no machine", hint=_EXAMPLE)
+        raise ConfigError(f"{path} names no machine", hint=EXAMPLE)
     return file
 
 
@@ -155,7 +183,7 @@ def _of_mpi(text: str, path: Path) -> list[NamedMachine]:
 
 
 def _of_accelerate(text: str, path: Path) -> FleetFile:
-    """accelerate names its machines only by a DeepSpeed host file, or the first of them by its address."""
+    """accelerate lists its machines only in a DeepSpeed host file, or gives only the address of the first."""
     values = {key: value.strip("'\"") for key, value in re.findall(r"^\s*(\w+):[ \t]*(\S+)", text, re.MULTILINE)}
     if hostfile := values.get("deepspeed_hostfile"):
         return _read_file(path.parent / Path(hostfile).expanduser())

@@ -1,13 +1,12 @@
-"""What a launcher runs once on a machine: unpacks this Potluck, and makes an environment with what it needs.
+"""A launcher runs this once on a machine: it unpacks this Potluck, and makes an environment with its requirements.
 
-It is sent as text and imports only the standard library. Nothing of it needs root. The environment is complete when
-it has a file `ready`; a lock keeps two launchers from making it at the same time. uv installs it, fetched by pip if
-need be; pip does it where that fails.
+It is sent as text and imports only the standard library. It needs no root. The environment is complete when it has
+a file `ready`; a lock keeps two launchers from making it at the same time. uv installs the packages, fetched by pip
+if necessary; if that fails, pip installs them.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -34,22 +33,22 @@ class InstallPlan(TypedDict):
     code: str
     env: str
     make_env: bool
-    """Whether the environment is made, too, if it is not there."""
+    """Whether to make the environment if it does not exist."""
     uv: str
     """Path of the program; empty if there is none."""
     requirements: list[str]
     pins: list[str]
     modules: list[str]
-    """What must be importable then."""
+    """Modules that must be importable afterwards."""
 
 
 def main(plan: InstallPlan) -> int:
     cache, env = plan["cache"], plan["env"]
     os.makedirs(cache, exist_ok=True)
     with open(os.path.join(cache, "lock"), "w") as lock:
-        if not _try_lock(lock.fileno()):
+        if not _locked(lock.fileno(), wait=False):
             print("another potluck installs here: waiting for it", flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _locked(lock.fileno(), wait=True)
         code = os.path.join(cache, plan["code"])
         if not os.path.isdir(code):
             _unpack(os.path.join(cache, plan["code"] + ".whl"), code)
@@ -58,10 +57,12 @@ def main(plan: InstallPlan) -> int:
     return 0
 
 
-def _try_lock(descriptor: int) -> bool:
+def _locked(descriptor: int, *, wait: bool) -> bool:
+    import fcntl  # Windows has none, and imports this module to send it
+
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
         return False
     return True
 
@@ -108,7 +109,7 @@ def _make(env: str, plan: InstallPlan) -> int:
 
 
 class _Clock:
-    """What the time was spent on."""
+    """The phases of the time."""
 
     def __init__(self) -> None:
         self._began = self._last = time.monotonic()
@@ -134,8 +135,8 @@ def _works(command: list[str]) -> bool:
 def _uv(plan: InstallPlan, pip: list[str], python: str) -> list[str]:
     """The command that installs with uv; empty if there is none and pip cannot fetch it.
 
-    uv unpacks torch in 4 s, pip in 12 s of one core. A fetched uv knows nothing of this machine's index: it gets
-    pip's settings. One that is installed here has its own.
+    uv unpacks torch in 4 s, pip in 12 s of one core. A fetched uv does not know this machine's index, so it gets
+    pip's settings. An installed uv has its own.
     """
     install = ["pip", "install", "-q", "--python", python]
     if plan["uv"]:
@@ -177,7 +178,7 @@ def _settings(listed: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _install(command: list[str], pins: list[str], file: str) -> bool:
-    """With the host's versions; if this machine's index lacks one, with the host's torch; else what fits."""
+    """Install the host's versions; if this machine's index lacks one, only the host's torch; else any that fit."""
     torch = [pin for pin in pins if pin.startswith("torch==")]
     for number, some in enumerate([pins, *([torch] if torch else []), []]):
         if number:

@@ -1,7 +1,7 @@
-"""The contract of a fleet: something that knows machines and can start guests on them.
+"""The interface of a fleet: a set of machines on which guests can be started.
 
-`local`, `ssh` and the adapters of cluster engines implement it; one conformance test runs against all of them.
-Tensors never travel through a fleet: a guest opens its own connections to the host.
+`local`, `ssh` and the adapters of cluster engines implement it; one conformance test runs against all of them. A
+fleet never carries tensors: a guest opens its own connections to the host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuestSettings:
-    """What a guest is told besides its token; None: it decides itself."""
+    """The settings of a guest besides its token; None: it decides itself."""
 
     name: str
     """Its name in the run's logs and tables."""
@@ -27,7 +27,7 @@ class GuestSettings:
     def words(self) -> list[str]:
         """Arguments for `python`. The token is the first line on stdin; stdin stays open while the guest may live.
 
-        Whoever starts it appends `--parent PID`, its own process.
+        The process that starts it appends `--parent PID` with its own number.
         """
         words = ["-m", "potluck", "join", "--token-file", "-", "--view", "plain", "--name", self.name]
         for flag in ("device", "threads", "micro_batch"):
@@ -41,9 +41,9 @@ class GuestEnd:
     """How a guest ended."""
 
     status: int | None
-    """Exit status, negative for a signal; None if the machine was lost before it could tell."""
+    """Exit status, negative for a signal; None if the machine was lost before that was known."""
     why: str
-    """In words; empty if it ended well."""
+    """The reason; empty if it ended well."""
 
 
 class StartedGuest(Protocol):
@@ -53,7 +53,7 @@ class StartedGuest(Protocol):
         """Write to its stdin: the token and a newline, if it was started without."""
 
     def end(self, patience_s: float = 2.0) -> GuestEnd:
-        """Ask it to leave, kill it after `patience_s`, and return how it ended; harmless if it has ended."""
+        """Ask it to leave, kill it after `patience_s`, and return how it ended. Does nothing if it has ended."""
 
     def wait(self, timeout_s: float) -> GuestEnd | None:
         """How it ended; None if it still runs after `timeout_s`."""
@@ -63,19 +63,19 @@ class GuestFleet(Protocol):
     """Machines on which guests can be started."""
 
     def machines(self) -> Sequence[str]:
-        """Names of the machines, without a look at whether they can be reached."""
+        """Names of the machines, without a check that they can be reached."""
 
     def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> StartedGuest:
         """Start a guest on a machine; returns once its process runs there. With an empty token it imports torch
         and waits for `feed`.
 
-        The token is in no command line, environment, file or log, on this machine or on that one. What the guest
-        writes is appended to `log`. The guest ends within 10 s if this process dies, however it dies, and if the
-        connection to the machine is lost.
+        The token is in no command line, environment, file or log, on either machine. The guest's output is appended
+        to `log`. The guest ends within 10 s if this process dies in any way, or if the connection to the machine is
+        lost.
 
         Raises:
             PotluckError: it cannot be started there, with the reason and the fix.
         """
 
     def close(self) -> None:
-        """End all guests and let go of the machines. Harmless when called twice."""
+        """End all guests and disconnect from the machines. A second call does nothing."""

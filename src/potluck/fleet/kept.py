@@ -1,7 +1,8 @@
-"""The guests that a fleet has in a long-lived process of a cluster engine, such as a Dask worker.
+"""Keeps a fleet's guests in a long-lived process of a cluster engine, such as a Dask worker.
 
-The fleet calls these functions there. Each call shows that the fleet still lives: after SILENT_S without one the
-process ends the fleet's guests. So a killed driver, a killed scheduler and a pulled cable are one case.
+The fleet calls these functions there. Each call shows that the fleet is alive: after SILENT_S without one the
+process ends the fleet's guests. So a killed driver, a killed scheduler and a pulled cable are handled in the same
+way.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ class KeptGuests:
 
 
 def _no_polls(record: logging.LogRecord) -> bool:
-    """Whether a line of Dask's is worth writing: not that this worker was polled, once a second."""
+    """Whether to write a line of Dask's log. Lines about the poll of every second are left out."""
     return record.args != ("poll",)
 
 
 def hello(fleet: str) -> tuple[str, bytes]:
-    """This Potluck's version, and the public key for which tokens are sealed."""
+    """This Potluck's version, and the public key for encrypting tokens."""
     logging.getLogger("distributed.worker").addFilter(_no_polls)
     if fleet not in _kept:
         _kept[fleet] = KeptGuests(fleet)
@@ -59,20 +60,20 @@ def hello(fleet: str) -> tuple[str, bytes]:
 
 
 def start(fleet: str, guest: str, token: bytes, settings: GuestSettings) -> None:
-    """Start a guest with a sealed token; with none, it waits for `feed`."""
+    """Start a guest with an encrypted token; without one, it waits for `feed`."""
     kept = _kept[fleet]
     text = kept.keys.open(token) if token else ""
     kept.guests[guest] = kept.fleet.start(HERE, text, settings, kept.folder / guest)
 
 
 def feed(fleet: str, guest: str, text: bytes) -> None:
-    """Write something sealed to a guest's stdin."""
+    """Decrypt a text and write it to a guest's stdin."""
     if (kept := _kept.get(fleet)) is not None and guest in kept.guests:
         kept.guests[guest].feed(kept.keys.open(text))
 
 
 def poll(fleet: str, guest: str, offset: int) -> tuple[bytes, int | None] | None:
-    """What the guest has written from `offset` on, and its status if it has ended; None if it is unknown here."""
+    """The guest's output from `offset`, and its status if it has ended; None if it is unknown here."""
     if (kept := _kept.get(fleet)) is None or guest not in kept.guests:
         return None
     kept.heard = time.monotonic()
@@ -83,6 +84,6 @@ def poll(fleet: str, guest: str, offset: int) -> tuple[bytes, int | None] | None
 
 
 async def end(fleet: str, guest: str, patience_s: float) -> None:
-    """End a guest, without holding up the other work of this process."""
+    """End a guest, without blocking the other work of this process."""
     if (kept := _kept.get(fleet)) is not None and guest in kept.guests:
         await asyncio.to_thread(kept.guests[guest].end, patience_s)

@@ -1,7 +1,7 @@
-"""The life of a launched run: a host, a guest on each machine, what is started again, and one end for all.
+"""The life of a launched run: starts a host and a guest on each machine, restarts guests, and ends all together.
 
-Every machine has a thread of its own that connects, installs, starts its guest and looks after it. The main thread
-has the host. It decides; its caller prints.
+Every machine has its own thread that connects, installs, starts its guest and supervises it. The main thread runs
+the host. The caller prints.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Unpack
 
-from potluck.doctor import remote as checks
-from potluck.errors import MachineError
+from potluck.doctor import usable as checks
+from potluck.errors import INTERRUPTED, MachineError
 from potluck.fleet.agent import CommandOptions
 from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.interface import GuestEnd, GuestSettings, StartedGuest
@@ -23,42 +23,42 @@ from potluck.fleet.remote import RemoteTask
 from potluck.spec.finding import Finding
 
 RAY = "ray://"
-"""Begins the address of a Ray cluster among the names of machines."""
+"""Prefix of a Ray cluster's address among the names of machines."""
 HOST_PATIENCE_S = 60.0
-"""A host whose launcher is gone saves first."""
+"""Time for a host to save and end when its launcher is gone."""
 GOODBYE_S = 5.0
 """Time for guests to leave after the host has ended."""
 LOST = 3
-"""Exit status where the machine of the host was lost; that of a NetworkError."""
-INTERRUPTED = 130
+"""Exit status if the machine of the host was lost; that of a NetworkError."""
 AGAIN_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """Seconds before a guest is started again: after the first failure, the second …"""
 MOST_AGAIN = 5
-"""A guest that has failed so many times without having lived for STEADY_S is given up, unless told otherwise."""
+"""After this many failures without having run for STEADY_S a guest is not started again, unless told otherwise."""
 STEADY_S = 60.0
 _FOR_GOOD = (1, 2)
-"""Statuses after which another try would fail in the same way: a mistake in the script, the input, a setting."""
+"""Exit statuses after which another try would fail in the same way: a mistake in the script, the input, a
+setting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWork:
-    """What the host's machine runs."""
+    """The command for the host's machine."""
 
     machine: str
     words: Sequence[str]
     """Arguments for `python`."""
     cwd: str
     runs: str
-    """Folder for run folders, there."""
+    """Folder for run folders on that machine."""
     files: dict[str, bytes] = field(default_factory=dict)
     """Files to write there first, by path."""
 
 
 class LaunchObserver(Protocol):
-    """Is told what happens; any thread may call."""
+    """Gets the launcher's messages; any thread may call it."""
 
     def problems(self, findings: Sequence[Finding]) -> None:
-        """Findings of all machines that were looked at together, or of one that failed later."""
+        """Findings of all machines that were checked together, or of one that failed later."""
 
     def tell(self, machine: str, words: str) -> None:
         """One line about a machine; empty: about all."""
@@ -79,7 +79,7 @@ class ReadyMachine(Protocol):
 
 
 class LaunchFleet(Protocol):
-    """What a launcher needs of a fleet; `SshFleet` says what each method does."""
+    """The part of a fleet that a launcher needs; `SshFleet` describes each method."""
 
     def machine(self, name: str) -> NamedMachine: ...
     def log(self, name: str) -> Path: ...
@@ -94,7 +94,7 @@ class LaunchFleet(Protocol):
 class Launcher:
     """One launched run. `run` is called once; `interrupt` from a signal handler or any thread.
 
-    `add` and `drop` are for machines that come and go meanwhile.
+    `add` and `drop` are for machines that come and go during the run.
     """
 
     def __init__(
@@ -109,15 +109,15 @@ class Launcher:
         self._fleet, self._guests, self._work, self._observer = fleet, guests, work, observer
         self._keep_trying = keep_trying
         self._tended: dict[str, object] = {}
-        """The machines that are in use. What is stored differs each time that a machine comes."""
+        """The machines in use. The stored value is different each time that a machine is added."""
         self._threads: list[threading.Thread] = []
         self._news = threading.Condition()
         self._findings: dict[str, Sequence[Finding]] = {}
-        """Of each machine that was looked at for the first time."""
+        """Findings of each machine from its first check."""
         self._usable: set[str] = set()
         self._told = False
         self._members: set[object] = set()
-        """Of each guest that has its token and has not ended."""
+        """The handle of each guest that has its token and has not ended."""
         self._token = ""
         self._over = threading.Event()
         self._interrupts = 0
@@ -125,18 +125,19 @@ class Launcher:
         """Set when the host's machine is ready, or cannot be made ready."""
         self._unprepared: MachineError | None = None
         self.run_folder = ""
-        """On the host's machine; empty until it is known."""
+        """Path of the run folder on the host's machine; empty until it is known."""
         self.cut_off = False
         """Whether the host was killed or lost, so that it could not say how to resume."""
         self.first_error: tuple[str, str] | None = None
-        """Machine and words of what failed first, if anything did."""
+        """Machine and message of the first failure, if any."""
 
     def interrupt(self) -> None:
-        """The first time: the host saves and ends. The second: everything ends at once."""
+        """The first call saves and ends the host. The second ends everything immediately."""
         self._interrupts += 1
 
     def run(self) -> int:
-        """Until the host has ended; returns its exit status. MachineError if no guest can be started anywhere."""
+        """Run until the host has ended. Returns its exit status. Raises MachineError if no guest can be started
+        anywhere."""
         for name in self._guests:
             self.add(name)
         preparing = threading.Thread(target=self._prepare, name="potluck-prepare-host")
@@ -155,7 +156,8 @@ class Launcher:
                 thread.join()
 
     def add(self, name: str) -> None:
-        """Have guests on this machine from now on, one for each slot. Once more: it was restarted."""
+        """Keep guests on this machine from now on, one for each slot. Call it again after the machine was
+        restarted."""
         with self._news:
             if self._over.is_set():
                 return
@@ -177,7 +179,7 @@ class Launcher:
     # -- the host ---------------------------------------------------------------------------------------
 
     def _host(self) -> int:
-        """Start the host at once: it imports torch while the machines are looked at, and waits for a line."""
+        """Start the host immediately: it imports torch while the machines are checked, and waits for a line."""
         self._wait_for(lambda: self._prepared.is_set() or self._hopeless() or self._interrupts)
         if self._interrupts:
             return INTERRUPTED
@@ -218,7 +220,7 @@ class Launcher:
         return self._status(ended)
 
     def _hopeless(self) -> bool:
-        """Whether all machines have been looked at, and none can be used."""
+        """Whether all machines have been checked and none can be used."""
         looked = len(self._findings) == len(self._guests)
         return bool(self._guests) and looked and not self._usable and not self._keep_trying
 
@@ -240,7 +242,7 @@ class Launcher:
         raise self._unprepared
 
     def _prepare(self) -> None:
-        """Reach the host's machine and install there, in a thread: Ctrl-C is heard meanwhile."""
+        """Connect to the host's machine and install there, in a thread, so that Ctrl-C works during it."""
         try:
             self._fleet.prepare(self._work.machine)
         except MachineError as error:
@@ -254,7 +256,7 @@ class Launcher:
 
     def _stop(self, task: RemoteTask) -> int:
         if self._interrupts == 1:
-            self._observer.tell("", "stopping: the host saves first (Ctrl-C again to stop at once)")
+            self._observer.tell("", "stopping: the host saves first (press Ctrl-C again to stop immediately)")
             task.signal(signal.SIGINT)
             return 1
         self._observer.tell("", "stopping at once")
@@ -296,7 +298,7 @@ class Launcher:
             self._looked(name, (), usable=False)
 
     def _keep_guest(self, name: str, slot: int, wanted: Callable[[], bool]) -> None:
-        """Keep a guest on this machine while it is wanted, or until it is clear that this does not work."""
+        """Keep a guest on this machine while it is wanted, or until it has failed too often."""
         failures = 0
         while wanted():
             try:
@@ -327,7 +329,7 @@ class Launcher:
                 if not lost and not self._keep_trying:
                     return
             if failures > MOST_AGAIN and not self._keep_trying:
-                self._observer.tell(name, f"given up after {failures} tries (--keep-trying goes on)")
+                self._observer.tell(name, f"no longer tried after {failures} failures (--keep-trying continues)")
                 return
             pause_s = AGAIN_S[min(failures, len(AGAIN_S)) - 1] if failures else 0.2
             with self._news:
@@ -342,7 +344,8 @@ class Launcher:
             self._news.notify_all()
 
     def _guest(self, name: str, slot: int, *, several: bool) -> GuestEnd | None:
-        """Start a guest, tell it the token once that is known, and wait for its end; None if the run is over."""
+        """Start a guest, send it the token once that is known, and wait for its end. Returns None if the run is
+        over."""
         machine = self._fleet.machine(name)
         settings = GuestSettings(
             name=name if not slot else f"{name}-{slot + 1}",

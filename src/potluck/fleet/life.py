@@ -1,8 +1,8 @@
-"""Leases of life: a process that ends, in order, when its parent, its terminal or whoever reads its output is gone.
+"""Ends a process in order when its parent, its terminal or the reader of its output is gone.
 
-Owns signals and the one thread that looks. Ending is a KeyboardInterrupt in
-the main thread, as if somebody had pressed Ctrl-C, and a hard end for one that does not heed it. One that has more
-to do at its end, as a host has, is only told that its reader is gone.
+Owns signals and the one thread that watches. Ending means a KeyboardInterrupt in the main thread, like Ctrl-C, and
+a forced end if the process ignores it. A process with more work at its end, such as a host, is only told that its
+reader is gone.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from types import FrameType
 
 LOOK_S = 0.5
 GRACE_S = 6.0
-"""From the moment it is asked to end, a process has this long to do so in order."""
+"""Time that a process has to end in order."""
 PR_SET_PDEATHSIG = 1
 
 
 class ReaderGone(KeyboardInterrupt):
-    """Nobody reads this process's output any more."""
+    """The reader of this process's output is gone."""
 
 
 class _Life:
-    """What ends this process."""
+    """The conditions that end this process."""
 
     def __init__(self, parent: int | None, reader: bool) -> None:
         self._parent = parent
@@ -57,7 +57,8 @@ class _Life:
         self._thread.join(2 * LOOK_S)
 
     def _die_with_parent(self) -> None:
-        """Linux tells a process when its parent dies; everywhere else, and always, this one looks itself."""
+        """Linux signals a process when its parent dies. In addition, and on all other systems, this process checks
+        itself."""
         if sys.platform == "linux":
             with contextlib.suppress(OSError, AttributeError):
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
@@ -88,7 +89,7 @@ class _Life:
                 return
 
     def _read_to_the_end(self) -> None:
-        """Whoever started this process holds the other end of its stdin, and lets go of it only by ending."""
+        """The process that started this one holds the other end of its stdin, and closes it only by ending."""
         with contextlib.suppress(OSError):
             while os.read(0, 4096):
                 pass
@@ -103,7 +104,7 @@ class _Life:
 
 
 def _readers_to_watch(*, with_stdin: bool, with_stdout: bool = True) -> list[int]:
-    """The descriptors whose other end tells: a terminal or pipe that is written to, and the parent's pipe."""
+    """The descriptors to watch: a terminal or pipe for output, and the parent's pipe."""
     if not hasattr(select, "poll"):
         return []
     found = []
@@ -123,15 +124,15 @@ def _is_pipe(descriptor: int) -> bool:
 
 
 def _ignores_hangups() -> bool:
-    """Started with nohup, it was asked to outlive its terminal."""
+    """Whether it was started with nohup, and so must outlive its terminal."""
     return hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 @contextlib.contextmanager
 def leased(parent: int | None = None, *, reader: bool = True) -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP end this process as Ctrl-C does; so does the end of its terminal, of whoever reads
-    its output (unless `reader` is False: its parent looks), or of `parent`. With nohup it stays. Once asked to end,
-    it hears no second signal to its end."""
+    """Inside, SIGTERM and SIGHUP end this process as Ctrl-C does; so does the end of its terminal, of the reader of
+    its output (unless `reader` is False: its parent looks), or of `parent`. With nohup it keeps running. After the
+    first request to end, it ignores further signals."""
     life = _Life(parent, reader)
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -150,7 +151,7 @@ def leased(parent: int | None = None, *, reader: bool = True) -> Iterator[None]:
 
 
 def reader_is_gone() -> bool:
-    """Whether stdout is a pipe that nobody reads any more."""
+    """Whether stdout is a pipe whose reader is gone."""
     if not (hasattr(select, "poll") and _is_pipe(1)):
         return False
     poller = select.poll()
@@ -160,10 +161,10 @@ def reader_is_gone() -> bool:
 
 @contextlib.contextmanager
 def reader_watched(on_gone: Callable[[], None]) -> Iterator[None]:
-    """Inside, `on_gone` is called once, in another thread, when nobody reads this process's stdout any more.
+    """Inside, `on_gone` is called once, in another thread, when the reader of this process's stdout is gone.
 
-    Only where that is a pipe: the end of a terminal comes as a signal. From then on what is written goes nowhere,
-    and raises nothing. With nohup nobody looks.
+    Only if stdout is a pipe, because the end of a terminal is a signal. After that, output is discarded and raises
+    nothing. With nohup this does nothing.
     """
     if 1 not in _readers_to_watch(with_stdin=False) or os.isatty(1):
         yield
@@ -185,3 +186,15 @@ def reader_watched(on_gone: Callable[[], None]) -> Iterator[None]:
     finally:
         over.set()
         thread.join(2 * LOOK_S)
+
+
+@contextlib.contextmanager
+def interrupted_by_signals(interrupt: Callable[[], None]) -> Iterator[None]:
+    """Inside, Ctrl-C, SIGTERM and the end of the terminal (but with nohup) call this, each time. POSIX only."""
+    numbers = [signal.SIGINT, signal.SIGTERM, *([] if _ignores_hangups() else [signal.SIGHUP])]
+    before = {number: signal.signal(number, lambda *ignored: interrupt()) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

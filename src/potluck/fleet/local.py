@@ -1,4 +1,4 @@
-"""The fleet of one machine, this one: guests as its own processes, never left behind."""
+"""The fleet of this machine alone: guests are child processes that never outlive it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from potluck.spec.config import RunConfig
 
 HERE = "here"
 HOSTS_OWN = ("POTLUCK_TOKEN", "POTLUCK_TRACE", "POTLUCK_FAILPOINT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""Variables that are about the host's process, not about its guests'."""
+"""Variables that apply to the host's process, not to its guests."""
 
 
 class LocalGuest:
@@ -39,7 +39,7 @@ class LocalGuest:
             pass  # it has ended already, or is ending: `wait` says how
 
     def let_go(self) -> None:
-        """Close its stdin: it takes that for the end of this process, and leaves."""
+        """Close its stdin, which it treats as the end of this process, and leaves."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
@@ -53,7 +53,7 @@ class LocalGuest:
 
 
 class LocalFleet:
-    """Starts guests here."""
+    """Starts guests on this machine."""
 
     def __init__(self) -> None:
         self._guests: list[LocalGuest] = []
@@ -111,7 +111,7 @@ class LocalGuests:
             self._guests[settings.name] = self._fleet.start(HERE, token, settings, log)
 
     def close(self, patience_s: float = 5.0) -> list[str]:
-        """Wait until they have left and kill the others; returns what went wrong with any, in words."""
+        """Wait until they have left, and kill the others. Returns a sentence about each that failed."""
         began = time.monotonic()
         failed = []
         for name, guest in self._guests.items():
@@ -127,7 +127,7 @@ class LocalGuests:
 
 
 def end_words(status: int, log: Path) -> str:
-    """What went wrong with a process that ended with this status: the last lines of its log."""
+    """Why a process ended with this status: the last lines of its log."""
     if not status:
         return ""
     how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"

@@ -1,4 +1,4 @@
-"""Guests on machines of a cluster engine, as its driver sees them: polled for their output and their end."""
+"""Guests on machines of a cluster engine, from the driver's view: polled for their output and their end."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from potluck.fleet.local import end_words
 from potluck.fleet.remote import redacted
 
 POLL_S = 1.0
+ANSWER_S = 8.0
+"""A process there that does not answer for this long is lost."""
 
 
 class PolledGuest:
@@ -83,7 +85,8 @@ class PolledGuests:
     def start(
         self, ask: Callable[..., Any], machine: str, token: str, settings: GuestSettings, log: Path, install: str
     ) -> PolledGuest:
-        """As in the interface; `ask` as for `PolledGuest`, `install`: the hint where there is another Potluck."""
+        """As in the interface; `ask` as for `PolledGuest`. `install`: the hint if another version of Potluck is
+        installed there."""
         version, public = ask(kept.hello)
         if version != __version__:
             raise MachineError(f"{machine} has Potluck {version}, and this is {__version__}", hint=install)
@@ -95,7 +98,7 @@ class PolledGuests:
         return guest
 
     def end(self) -> None:
-        """End all at the same time, and wait for it."""
+        """End all of them in parallel, and wait for it."""
         ending = [threading.Thread(target=guest.end, name="potluck-end") for guest in self._guests]
         for thread in ending:
             thread.start()

@@ -1,4 +1,5 @@
-"""Ranks on this very machine: one command, started once for each rank as torchrun would, and never left behind.
+"""Ranks on this machine: one command, started once for each rank as torchrun would, that never outlives this
+process.
 
 Owns their start and their end.
 """
@@ -11,12 +12,40 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from potluck.errors import ScriptError
+from potluck.errors import RankGoneError, ScriptError
+from potluck.fleet.life import GRACE_S, leased, reader_is_gone
 
+OWN_END_S = 1.0
+"""How long a rank waits after it finds another one gone: usually the process that started both ends it and reports
+the cause."""
 _POLL_S = 0.05
 _PATIENCE_S = 3.0
+
+
+def is_rank() -> bool:
+    """Whether this process was started as one of several ranks, by torchrun or by us."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextlib.contextmanager
+def rank_leased(parent: int | None) -> Iterator[None]:
+    """The life of a rank: `parent`, if it was started by us, ends all ranks at once when nobody reads their output.
+
+    One that ended before would be a failure to the others.
+    """
+    with leased(parent, reader=parent is None):
+        try:
+            yield
+        except BrokenPipeError:
+            if parent is not None and reader_is_gone():
+                time.sleep(GRACE_S)
+            raise
+        except RankGoneError:
+            if parent is not None:
+                time.sleep(OWN_END_S)
+            raise
 
 
 def free_port() -> int:
@@ -27,7 +56,7 @@ def free_port() -> int:
 
 
 def rank_environment(rank: int, world: int, address: str, port: int) -> dict[str, str]:
-    """The variables by which torch.distributed finds its place."""
+    """The variables that tell torch.distributed its rank."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -39,11 +68,24 @@ def rank_environment(rank: int, world: int, address: str, port: int) -> dict[str
 
 
 def run_ranks(command: Sequence[str], world: int, *, threads: int) -> None:
-    """Run `command` as `world` ranks; rank 0 speaks on our standard output, all of them on standard error.
+    """Run `command` as `world` ranks. Rank 0 writes to our standard output, all of them to standard error.
+
+    Ctrl-C ends all of them.
 
     Raises:
-        ScriptError: the first that failed, by number and status; the others are ended.
+        ScriptError: names the first rank that failed and its status; the others are ended.
+        BrokenPipeError: nobody reads our output, and the first rank failed because of that.
     """
+    with leased():
+        try:
+            _run(command, world, threads)
+        except ScriptError:
+            if reader_is_gone():
+                raise BrokenPipeError from None
+            raise
+
+
+def _run(command: Sequence[str], world: int, threads: int) -> None:
     port = free_port()
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -65,7 +107,7 @@ def run_ranks(command: Sequence[str], world: int, *, threads: int) -> None:
 
 
 def wait_for(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float | None = None) -> None:
-    """Until all have ended well, or one has not."""
+    """Wait until all have ended well or one has failed."""
     began = time.monotonic()
     while True:
         statuses = [process.poll() for process in processes]
@@ -82,7 +124,7 @@ def wait_for(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float | N
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End those that still run, with all that they started: politely, then not."""
+    """End those that still run, with everything that they started: first with SIGTERM, then with SIGKILL."""
     for process in processes:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,7 +1,7 @@
 """The fleet of a Ray cluster: one actor on each node holds its resources and keeps the guests there.
 
 Ray places the actors and carries no tensor. The driver polls each guest every second; kept.py says what happens
-without. Tokens are sealed for the actor's process, so that Ray's state and logs show none.
+otherwise. Tokens are encrypted for the actor's process, so that Ray's state and logs show none.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
+from potluck import checked
+from potluck.bounds import Finite, Named, Text
 from potluck.errors import ConfigError, MachineError, MissingModuleError
 from potluck.fleet import kept, sealed
 from potluck.fleet.cluster import ClusterRun, FleetRun
 from potluck.fleet.interface import GuestSettings
-from potluck.fleet.polled import PolledGuest, PolledGuests
+from potluck.fleet.polled import ANSWER_S, PolledGuest, PolledGuests
 from potluck.fleet.script import read_script
 
 EVERY_NODE = "every node"
-ANSWER_S = 8.0
-"""An actor that does not answer for this long is lost."""
 PLACED_S = DOUBTED_S = 30.0
-"""To place an actor; and until Ray knows whether a node is gone whose actor was lost, which takes some 10 s."""
+"""Time to place an actor, and for Ray to find out whether the node of a lost actor is gone, which takes about 10
+s."""
 _INSTALL = "on every node, the version that is here: pip install -e '.[ray]'; or runtime_env={'pip': [...]}"
 _OPTIONS = ("num_cpus", "num_gpus", "resources", "memory", "label_selector", "runtime_env")
 
 
 def need_ray() -> Any:
-    """The module `ray`, imported now; MissingModuleError where it is not installed."""
+    """The module `ray`, imported now. Raises MissingModuleError if it is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise MissingModuleError("Ray is not installed", hint="pip install -e '.[ray]'")
     sealed.need_library("ray")
@@ -49,7 +52,7 @@ def need_ray() -> Any:
 
 
 def connect(address: str = "auto") -> Any:
-    """The module `ray`, connected to a cluster as the program has done, else here; MachineError if that fails."""
+    """The module `ray`, connected to a cluster by the program or here. Raises MachineError if that fails."""
     ray = need_ray()
     if ray.is_initialized():
         return ray
@@ -63,8 +66,39 @@ def connect(address: str = "auto") -> Any:
     return ray
 
 
+class RayNode(
+    Struct,
+    frozen=True,
+    kw_only=True,
+    rename={
+        "id": "NodeID",
+        "alive": "Alive",
+        "name": "NodeName",
+        "host": "NodeManagerHostname",
+        "address": "NodeManagerAddress",
+        "labels": "Labels",
+        "resources": "Resources",
+    },
+):
+    """A node as `ray.nodes()` describes it."""
+
+    id: Text
+    alive: bool
+    name: Text | None = None
+    """Its address unless it was told a name."""
+    host: Text = ""
+    address: Text = ""
+    labels: Named[Text] = {}
+    resources: Named[Finite] = {}
+
+
+def nodes_of(ray: Any) -> list[RayNode]:
+    """The nodes of the cluster that the module is connected to, dead ones too."""
+    return [checked.as_kind(node, RayNode) for node in ray.nodes()]
+
+
 class NodeActor:
-    """What runs on a node: calls functions of kept.py there."""
+    """The actor on a node, which calls functions of kept.py there."""
 
     async def call(self, name: str, *arguments: Any) -> Any:
         answer = getattr(kept, name)(*arguments)
@@ -95,35 +129,34 @@ class RayFleet:
         return tuple(self.nodes())
 
     def instances(self) -> dict[str, str]:
-        return {name: str(node["NodeID"]) for name, node in self.nodes().items()}
+        return {name: node.id for name, node in self.nodes().items()}
 
-    def nodes(self) -> dict[str, dict[str, Any]]:
-        """The nodes that may have guests, as Ray describes them, by their names."""
+    def nodes(self) -> dict[str, RayNode]:
+        """The nodes that may have guests, by name."""
         alive = [
             node
-            for node in self._ray.nodes()
-            if node["Alive"] and node["NodeID"] != self._here and selected(node["Labels"], self._selector)
+            for node in nodes_of(self._ray)
+            if node.alive and node.id != self._here and selected(node.labels, self._selector)
         ]
         lost = {node for node, lost_s in self._lost_s.items() if time.monotonic() - lost_s < DOUBTED_S}
-        hosts = [host for host, _ in {(n["NodeManagerHostname"], n["NodeManagerAddress"]) for n in alive}]
-        found: dict[str, dict[str, Any]] = {}
-        for node in sorted(alive, key=lambda node: (node["NodeID"] in lost, node["NodeID"])):
-            # Ray calls a node by its address unless it is told a name.
-            own, host = node.get("NodeName") or node["NodeManagerAddress"], node["NodeManagerHostname"]
-            name = host if own == node["NodeManagerAddress"] and hosts.count(host) == 1 else own
-            if name in found and node["NodeID"] in lost:
+        hosts = [host for host, _ in {(node.host, node.address) for node in alive}]
+        found: dict[str, RayNode] = {}
+        for node in sorted(alive, key=lambda node: (node.id in lost, node.id)):
+            own = node.name or node.address
+            name = node.host if own == node.address and hosts.count(node.host) == 1 else own
+            if name in found and node.id in lost:
                 continue  # restarted: for Ray the old node is alive for a while, beside the new one
-            found[name if name not in found else f"{name}-{node['NodeID'][:6]}"] = node
+            found[name if name not in found else f"{name}-{node.id[:6]}"] = node
         return found
 
     def gpus(self, machine: str) -> int:
-        """GPUs that the guests of a node have."""
+        """Number of GPUs for the guests of a node."""
         node = self.nodes().get(machine)
         return int(self._held(node)["num_gpus"]) if node is not None else 0
 
-    def _held(self, node: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of the actor on a node."""
-        total = node["Resources"]
+    def _held(self, node: RayNode) -> dict[str, Any]:
+        """Options of the actor on a node, as Ray takes them."""
+        total = node.resources
         return {"num_cpus": total.get("CPU", 0), "num_gpus": total.get("GPU", 0), **self._options}
 
     def ask(self, machine: str, what: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:
@@ -137,12 +170,12 @@ class RayFleet:
             answer = actor.call.remote(what, self._id, *arguments)
             deadline = time.monotonic() + (PLACED_S if new else timeout_s)
             while not self._ray.wait([answer], timeout=0.5)[0] and time.monotonic() < deadline:
-                if self.instances().get(machine) != node["NodeID"]:
-                    self._forget(node)
+                if self.instances().get(machine) != node.id:
+                    self._forget(node.id)
                     raise MachineError(f"{machine} was restarted, or has left")
             return self._ray.get(answer, timeout=0)
         except exceptions.GetTimeoutError:
-            self._forget(node)
+            self._forget(node.id)
             if new:
                 held = {name: value for name, value in self._held(node).items() if value}
                 raise MachineError(
@@ -153,28 +186,29 @@ class RayFleet:
         except exceptions.RayTaskError as error:
             raise MachineError(f"{machine}: {error.cause}", hint=_INSTALL) from None
         except exceptions.RayError as error:
-            self._forget(node)
+            self._forget(node.id)
             missing = re.search(r"No module named '([\w.]+)'", str(error))
             words = f"has no {missing[1]}" if missing else (str(error).strip().splitlines() or ["is lost"])[0]
             raise MachineError(f"{machine}: {words}", hint=_INSTALL if missing else "is it alive?") from None
 
-    def _actor(self, node: Mapping[str, Any]) -> tuple[Any, bool]:
+    def _actor(self, node: RayNode) -> tuple[Any, bool]:
         """The actor on a node, and whether it is new."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         with self._lock:
-            if (known := self._actors.get(node["NodeID"])) is not None:
+            if (known := self._actors.get(node.id)) is not None:
                 return known, False
             made = self._ray.remote(NodeActor).options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False), **self._held(node)
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False), **self._held(node)
             )
-            self._actors[node["NodeID"]] = actor = made.remote()
+            self._actors[node.id] = actor = made.remote()
             return actor, True
 
-    def _forget(self, node: Mapping[str, Any]) -> None:
+    def _forget(self, node: str) -> None:
+        """`node`: its id."""
         with self._lock:
-            actor = self._actors.pop(node["NodeID"], None)
-            self._lost_s[node["NodeID"]] = time.monotonic()
+            actor = self._actors.pop(node, None)
+            self._lost_s[node] = time.monotonic()
         if actor is not None:
             with contextlib.suppress(Exception):  # it is gone already
                 self._ray.kill(actor)
@@ -190,7 +224,7 @@ class RayFleet:
     def close(self) -> None:
         self._guests.end()
         for node in list(self._actors):
-            self._forget({"NodeID": node})
+            self._forget(node)
 
 
 def checked_options(options: Mapping[str, Any], *more: str) -> dict[str, Any]:
@@ -202,7 +236,7 @@ def checked_options(options: Mapping[str, Any], *more: str) -> dict[str, Any]:
 
 
 def selected(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Whether a node has what a selector asks for, as Ray reads it: value, !value, in(a,b), !in(a,b)."""
+    """Whether a node matches a selector, with Ray's rules: value, !value, in(a,b), !in(a,b)."""
     for name, wanted in selector.items():
         negated, rest = wanted.startswith("!"), wanted.removeprefix("!")
         values = rest[3:-1].split(",") if rest.startswith("in(") and rest.endswith(")") else [rest]
@@ -212,10 +246,11 @@ def selected(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
 
 
 class HostActor:
-    """A run whose host is the node on which this actor is."""
+    """A run whose host is the node of this actor."""
 
     def __init__(self, names: Sequence[str], contents: Sequence[bytes], given: Mapping[str, Any]) -> None:
-        """Of the script and its files, or the name of a recipe and no content; `given` as for `started_here`."""
+        """The contents of the script and its files, or the name of a recipe and no content; `given` as for
+        `started_here`."""
         folder = Path(tempfile.mkdtemp(prefix="potluck-host-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         for name, content in zip(names, contents):
@@ -242,6 +277,17 @@ def started_here(
     fleet = RayFleet(address, guests, without_here=True)
     sent = [word for file in send for word in ("--send", file)]
     return ClusterRun(fleet, script, arguments, options=[*options, *sent], runs=Path(runs), gpus=fleet.gpus)
+
+
+def node_labels(address: str, name: str) -> dict[str, str]:
+    """The label selector for one node of the cluster: LABEL=VALUE, or a node's name."""
+    label, is_label, value = name.partition("=")
+    if is_label:
+        return {label: value}
+    nodes = RayFleet(address).nodes()
+    if name not in nodes:
+        raise ConfigError(f"the Ray cluster has no node {name!r}", hint=f"its nodes are: {', '.join(nodes)}")
+    return {"ray.io/node-id": nodes[name].id}
 
 
 class RayCluster:
@@ -287,7 +333,7 @@ class RayCluster:
                 return self._ray.get(actor.call.remote(what, *more), timeout=timeout_s)
             except self._ray.exceptions.GetTimeoutError:
                 raise MachineError(
-                    f"no node hosts after {PLACED_S:.0f} s: none that is free has {self._host}",
+                    f"no node can host after {PLACED_S:.0f} s: none that is free has {self._host}",
                     hint="`ray list nodes --detail` shows their labels, `ray status` what is free",
                 ) from None
             except self._ray.exceptions.RayTaskError as error:

@@ -1,4 +1,4 @@
-"""Runs on a guest what its host sent: a recipe by its name, or a script with the files that came along."""
+"""Runs the host's work on a guest: a recipe by its name, or a script with its files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from potluck.checked import build
 from potluck.errors import MissingModuleError
-from potluck.fleet.running import GUEST_HINT, HINT, IN_LOOP_HINT, running
 from potluck.fleet.script import guest_hint, missing_here, read_script, received_script, run_file, run_received
+from potluck.fleet.script_errors import GUEST_HINT, HINT, IN_LOOP_HINT, running
 from potluck.train import recipes
 from potluck.train.context import RunContext
 from potluck.train.recipes.job import train as train_recipe
@@ -19,7 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9._/-]{0,80}")
 
 
 def run_work(context: RunContext, local: Path | None, tell: Callable[[str], None]) -> None:
-    """Run the host's work, or the script `local` in its place; `tell` is told what, before it begins."""
+    """Run the host's work, or the script `local` instead. `tell` is called with a description before it begins."""
     assert context.welcome is not None
     source = context.welcome.message.source
     if source.recipe:
@@ -31,19 +31,19 @@ def run_work(context: RunContext, local: Path | None, tell: Callable[[str], None
     if local is not None:
         script = read_script(local, (), arguments)
         tell(f"the local script {local} (sha256 {script.sha256[:16]}…)")
-        with running(local.name, hint=lambda: IN_LOOP_HINT if context.began else HINT, guest=True):
+        with running(local.name, hint=lambda: IN_LOOP_HINT if context.loop.began else HINT, guest=True):
             run_file(local, arguments)
         return
     contents = [bytes(f) for f in context.welcome.frames]
     script = received_script(names, contents, arguments, source.sha256)
     _check_modules(names[0], source.imports)
     tell(f"{names[0]} from the host (sha256 {script.sha256[:16]}…)")
-    with running(names[0], hint=lambda: IN_LOOP_HINT if context.began else GUEST_HINT, guest=True, sent=names):
+    with running(names[0], hint=lambda: IN_LOOP_HINT if context.loop.began else GUEST_HINT, guest=True, sent=names):
         run_received(script)
 
 
 def _check_modules(script: str, imports: dict[str, str]) -> None:
-    """Before the script runs: list all modules at once that it imports and this machine lacks."""
+    """Before the script runs, raise an error that lists all modules that it imports and this machine lacks."""
     names = {module: where for module, where in imports.items() if all(map(_NAME.fullmatch, (module, where)))}
     missing = missing_here(names)
     if missing:

@@ -1,7 +1,7 @@
 """The launcher's end of the connection to one machine: starts the agent there and speaks with it.
 
-One process (ssh, or Python on this machine) carries everything: facts, files, commands, their output, and a beat
-every second. So there is one connection to each machine, without a control socket.
+One process (ssh, or Python on this machine) carries everything: facts, files, commands, their output, and a
+heartbeat every second. So each machine needs only one connection, without a control socket.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from potluck import checked
 from potluck.fleet import agent
 from potluck.fleet.interface import GuestEnd
 from potluck.fleet.local import end_words
-from potluck.spec.remote import AgentAnswer, RemoteFacts
+from potluck.spec.agent_reports import AgentAnswer, RemoteFacts
 
 BEAT_S = 1.0
 SILENT_S = 8.0
-"""A machine that has not answered a beat for this long is lost. Its agent gives up sooner."""
+"""A machine that has not answered a heartbeat for this long is lost. Its agent ends sooner."""
 _TOKEN = re.compile(r"(potluck\d{1,3}-)[A-Za-z0-9_-]{20,}")
 _UNPACKS = "import sys,zlib,base64,json;exec(zlib.decompress(base64.b64decode(sys.argv[1])));"
 _CALLS = "sys.exit(main(json.loads(base64.b64decode(sys.argv[2]))))"
 
 
 def words_of(module: ModuleType, argument: Mapping[str, Any]) -> list[str]:
-    """Arguments for `python` that run a module's `main(argument)` where the module is not installed.
+    """Arguments for `python` that run a module's `main(argument)` on a machine where the module is not installed.
 
-    They hold neither quotes nor backslashes nor blanks, beside one program in which no shell finds anything to do.
+    They contain no quotes, backslashes or blanks, except in one program that no shell changes.
     """
     source = base64.b64encode(zlib.compress(inspect.getsource(module).encode(), 9)).decode()
     return ["-c", _UNPACKS + _CALLS, source, base64.b64encode(json.dumps(argument).encode()).decode()]
@@ -83,7 +83,7 @@ class RemoteTask:
         self._link.send({"do": "signal", "id": self._number, "number": number})
 
     def hear(self, answer: AgentAnswer) -> None:
-        """An answer of the agent's about this command."""
+        """Process the agent's answer about this command."""
         if answer.line is not None:
             if not self.shown_token and (found := _TOKEN.search(answer.line)):
                 self.shown_token = found[0]
@@ -123,10 +123,10 @@ class AgentLink:
         self._tasks: dict[int, RemoteTask] = {}
         self._closed = threading.Event()
         self.lost = threading.Event()
-        """Set when the connection has ended, however it did."""
+        """Set when the connection has ended in any way."""
         self.facts: RemoteFacts | None = None
         self.noise: list[str] = []
-        """What came before the agent's first word: a shell's banner."""
+        """Output before the agent's first line, such as a shell's banner."""
         self._greeted = threading.Event()
         self._heard = time.monotonic()
         self._said: deque[str] = deque(maxlen=40)
@@ -140,7 +140,7 @@ class AgentLink:
 
     @property
     def said(self) -> str:
-        """What ssh said on stderr."""
+        """ssh's output on stderr."""
         return "\n".join(self._said)
 
     @property
@@ -192,7 +192,7 @@ class AgentLink:
             self._process.stdin.flush()
 
     def close(self, patience_s: float = 5.0) -> None:
-        """Let go of the machine: the agent ends all that it has started."""
+        """Disconnect from the machine: the agent ends everything that it has started."""
         self._closed.set()
         if self.facts is None:
             self._process.kill()  # nothing has been started there

@@ -1,6 +1,6 @@
-"""A user's script as it travels and as it runs: read with what it imports, shown by its hash, run as __main__.
+"""A user's script, sent and run: read with its imports, identified by its hash, run as __main__.
 
-Owns files and hashes of scripts. It knows no network.
+Owns files and hashes of scripts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_FILES = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """A script, the files that go with it, and its arguments."""
+    """A script, the files that are sent with it, and its arguments."""
 
     names: tuple[str, ...]
     """File names; the first is the script itself."""
@@ -41,19 +41,33 @@ class Script:
         return digest.hexdigest()
 
     def source(self, imports: Mapping[str, str]) -> Source:
-        """What guests are told of it before they run it; `imports` as of `imports_of`."""
+        """The description for guests before they run it; `imports` as from `imports_of`."""
         return Source(files=self.names, arguments=self.arguments, sha256=self.sha256, imports=dict(imports))
 
 
+def is_script(what: str) -> bool:
+    """Whether it is a script; otherwise it is a recipe's name."""
+    return what.endswith(".py") or "/" in what
+
+
+def described(script: Script, folder: Path, python: Script | None = None) -> tuple[Source, list[str]]:
+    """Its description for guests, and the files in its folder that it imports and that are not sent with it.
+
+    `python`: the same in plain Python, if the script is something else, such as a notebook's cells.
+    """
+    imports = imports_of(python or script, folder)
+    return script.source(imports), not_sent(imports)
+
+
 def read_script(path: Path, also: Sequence[Path] = (), arguments: Sequence[str] = ()) -> Script:
-    """Read a script and its companions (which must lie beside or below it)."""
+    """Read a script and its files (which must be in its folder or below)."""
     return with_files(
         Script(names=(), contents=(), arguments=tuple(arguments)), (path, *also), path.resolve().parent
     )
 
 
 def with_files(script: Script, files: Sequence[Path], base: Path) -> Script:
-    """The script and more files that go with it, which must lie in `base` or below."""
+    """The script and the files that are sent with it, which must be in `base` or below."""
     names, contents = list(script.names), list(script.contents)
     for file in files:
         try:
@@ -65,23 +79,23 @@ def with_files(script: Script, files: Sequence[Path], base: Path) -> Script:
         try:
             names.append(file.resolve().relative_to(base.resolve()).as_posix())
         except ValueError:
-            raise UserError(f"{file} does not lie in {base} or below, as what goes with a script must") from None
+            raise UserError(f"{file} is not in {base} or below, as files sent with a script must be") from None
     if len(names) > MAX_FILES:
         raise UserError(f"{len(names) - 1} files beside the script; at most {MAX_FILES - 1} can be sent")
     if sum(map(len, contents)) > MAX_SCRIPT_BYTES:
         raise UserError(
             f"script and files have {sum(map(len, contents))} bytes; at most {MAX_SCRIPT_BYTES} can be sent",
-            hint="send code only; data goes with the leases",
+            hint="send code only; data is sent with the leases",
         )
     return replace(script, names=tuple(names), contents=tuple(contents))
 
 
 def imports_of(script: Script, folder: Path) -> dict[str, str]:
-    """The modules that the script in `folder` imports whenever it runs, each with where it comes from.
+    """The modules that the script in `folder` always imports, each with its origin.
 
-    That is the package it was installed from, or the file beside the script ("./model.py"), or "" if unknown. Only
-    those at the top: what is below an `if`, a `try` or a `def` may not be needed on guests. Neither Python's
-    own modules nor the files that travel with the script.
+    The origin is the installed package, or the file next to the script ("./model.py"), or "" if unknown. Only
+    imports at the top count, because those in an `if`, a `try` or a `def` may not be needed on guests. Python's own
+    modules and the files that are sent with the script are left out.
     """
     found: dict[str, None] = {}
     for name, content in zip(script.names, script.contents):
@@ -112,7 +126,7 @@ def _beside(module: str, folder: Path) -> str:
 
 
 def _package_of_that_name(module: str) -> str:
-    """The package that is called like the module and holds it, as numpy; "" if there is none."""
+    """The package with the module's name that contains it, such as numpy; "" if there is none."""
     try:
         found = importlib.metadata.distribution(module)
     except (importlib.metadata.PackageNotFoundError, ValueError):
@@ -122,12 +136,12 @@ def _package_of_that_name(module: str) -> str:
 
 
 def not_sent(imports: Mapping[str, str]) -> list[str]:
-    """Files beside the script that it imports and that do not travel with it."""
+    """Files next to the script that it imports but that are not sent with it."""
     return [where.removeprefix("./") for where in imports.values() if where.startswith("./")]
 
 
 def missing_here(imports: Mapping[str, str]) -> dict[str, str]:
-    """Those of the modules that this machine does not have."""
+    """The modules that this machine lacks."""
     return {module: where for module, where in imports.items() if not _is_here(module)}
 
 
@@ -154,7 +168,7 @@ def guest_hint(missing: Mapping[str, str]) -> str:
 def received_script(
     names: Sequence[str], contents: Sequence[bytes], arguments: Sequence[str], sha256: str
 ) -> Script:
-    """A script as it came over the wire: names that stay inside its folder, and the hash it was announced with."""
+    """A received script, after a check that its names stay inside its folder and its hash is the announced one."""
     for name in names:
         parts = PurePosixPath(name).parts
         if not parts or PurePosixPath(name).is_absolute() or ".." in parts or "\\" in name or ":" in name:
@@ -168,7 +182,7 @@ def received_script(
 
 
 def run_received(script: Script) -> None:
-    """Run a received script in a folder of its own, which is removed afterwards."""
+    """Run a received script in a new folder, which is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
         for name, content in zip(script.names, script.contents):
             file = Path(folder) / name

@@ -1,7 +1,8 @@
-"""Tokens sealed for one worker of a cluster engine, so that the engine's logs, state and dashboard show no secret.
+"""Tokens encrypted for one worker of a cluster engine, so that the engine's logs, state and dashboard show no
+secret.
 
-The worker makes a key pair and hands out the public key. Whoever starts a guest there seals the token for that key:
-X25519 with a key of its own for each token, HKDF, ChaCha20-Poly1305. Only the worker's memory has the secret key.
+The worker makes a key pair and publishes the public key. The driver encrypts the token for that key: X25519 with a
+new key for each token, HKDF, ChaCha20-Poly1305. Only the worker's memory has the secret key.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ _INFO = b"potluck sealed token 1"
 
 
 def need_library(extra: str) -> None:
-    """Raises MissingModuleError where this machine cannot seal; `extra` is the one that brings the library."""
+    """Raises MissingModuleError if this machine cannot encrypt tokens; `extra` is the extra that installs the
+    library."""
     if importlib.util.find_spec("cryptography") is None:
         raise MissingModuleError(
-            "sealing a token needs cryptography, which is not installed", hint=f"pip install -e '.[{extra}]'"
+            "encrypting a token needs cryptography, which is not installed", hint=f"pip install -e '.[{extra}]'"
         )
 
 
@@ -42,10 +44,10 @@ class KeyPair:
         self.public: bytes = self._secret.public_key().public_bytes_raw()
 
     def __getstate__(self) -> object:
-        raise TypeError("a key pair does not leave its process")
+        raise TypeError("a key pair cannot be sent to another process")
 
     def open(self, sealed: bytes) -> str:
-        """The token that was sealed for this key; TokenError if it was not."""
+        """The decrypted token. Raises TokenError if it was not encrypted for this key."""
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 
@@ -55,7 +57,8 @@ class KeyPair:
             return _crypt(shared, sender, self.public, rest, encrypt=False).decode()
         except (InvalidTag, ValueError):
             raise TokenError(
-                "the token was sealed for another process", hint="the worker was restarted: start the guest again"
+                "the token was encrypted for another process",
+                hint="the worker was restarted: start the guest again",
             ) from None
 
 

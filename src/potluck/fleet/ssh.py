@@ -1,6 +1,7 @@
-"""The fleet of machines that ssh reaches: with the user's own ssh, one connection to each, nothing needed there.
+"""The fleet of machines reached by ssh: with the user's own ssh, one connection to each, and nothing installed
+there before.
 
-The first use of a machine connects, looks at it, and installs what is missing. What is in place is used as it is.
+The first use of a machine connects, checks it, and installs what is missing.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from typing import Unpack
 
 import msgspec
 
-from potluck.doctor import remote as checks
+from potluck.doctor import usable as checks
 from potluck.errors import MachineError
 from potluck.fleet import agent, bootstrap
 from potluck.fleet.agent import AgentWants, CommandOptions
 from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.interface import GuestSettings
 from potluck.fleet.remote import AgentLink, RemoteTask, words_of
+from potluck.spec.agent_reports import RemoteFacts
 from potluck.spec.facts import SshHost
 from potluck.spec.finding import BLOCKER, Finding
-from potluck.spec.remote import RemoteFacts
 
 CONNECT_S = 5
 GREET_S = 25.0
@@ -51,9 +52,9 @@ def ssh_command(machine: NamedMachine, ssh: Sequence[str], wanted: AgentWants) -
 
 
 def _shell_line(python: str, words: Sequence[str]) -> str:
-    """One line that every login shell (sh, bash, zsh, fish, csh) hands to sh as it is: no quotes, no backslashes.
+    """One line that every login shell (sh, bash, zsh, fish, csh) passes to sh unchanged: no quotes, no backslashes.
 
-    It takes the first Python that is new enough: of this one's minor version, any, one that uv has.
+    It uses the first Python that is new enough: one of this machine's minor version, any other, or one of uv.
     """
     if any(c in python for c in "'\\\n\""):
         raise MachineError(f"python = {python!r} cannot be passed on to a shell", hint="use a path without quotes")
@@ -73,18 +74,18 @@ def _shell_line(python: str, words: Sequence[str]) -> str:
 
 @dataclass(slots=True)
 class ReachedMachine:
-    """A machine that answered, and what it is like."""
+    """A machine that answered, and its facts."""
 
     link: AgentLink
     facts: RemoteFacts
     findings: tuple[Finding, ...]
     own: bool
-    """Whether its own interpreter has all that is needed."""
+    """Whether its own interpreter has all requirements."""
     prepared: bool = False
 
 
 class SshFleet:
-    """Machines by ssh, and this one without. Safe to use from any thread."""
+    """Machines over ssh, and this machine without ssh. Safe to use from any thread."""
 
     def __init__(
         self,
@@ -94,12 +95,12 @@ class SshFleet:
         logs: Path,
         ssh: Sequence[str] = ("ssh",),
     ) -> None:
-        """`logs`: folder for what installing prints, a file for each machine."""
+        """`logs`: folder for the output of installations, a file for each machine."""
         self._machines = {machine.name: machine for machine in machines}
         self._wanted, self.logs, self._ssh = wanted, logs, tuple(ssh)
         self._reached: dict[str, ReachedMachine] = {}
         self._links: set[AgentLink] = set()
-        """All that have been opened, also those that have not answered yet."""
+        """All opened connections, also those without an answer yet."""
         self._locks = {name: threading.Lock() for name in self._machines}
         self._closed = False
 
@@ -143,7 +144,7 @@ class SshFleet:
     # -- reaching a machine -----------------------------------------------------------------------------
 
     def reach(self, name: str) -> ReachedMachine:
-        """Connect, if there is no connection, and look at the machine.
+        """Connect, if there is no connection, and check the machine.
 
         Raises:
             MachineError: it cannot be reached or used, with all findings.
@@ -216,7 +217,7 @@ class SshFleet:
             raise _unusable(name, [_not_installed(self._machines[name], reached.facts, why)])
 
     def _check_imports(self, name: str, reached: ReachedMachine) -> None:
-        """What the script imports must be there, before anything starts."""
+        """Check that the machine has the script's imports, before anything starts."""
         if not self._wanted.imports:
             return
         log = self.logs / f".{name}.imports"
@@ -232,7 +233,7 @@ class SshFleet:
             raise _unusable(name, [_lacks(self._machines[name], missing, packages, python, own=reached.own)])
 
     def _check_connection(self, name: str, reached: ReachedMachine) -> None:
-        """Raises if that is what failed: the machine can be tried again."""
+        """Raise an error if the connection failed, so that the machine can be tried again."""
         if reached.link.lost.is_set():
             raise _unusable(name, [checks.lost(name, self._machines[name].ssh, reached.link.said)])
 
@@ -241,7 +242,8 @@ class SshFleet:
         return reached.facts.executable if reached.own else f"{reached.facts.env}/bin/python"
 
     def problems(self, report: Callable[[str, Sequence[Finding]], None]) -> list[str]:
-        """Look at all machines at once; `report` gets each one's findings. Returns the names of the usable ones."""
+        """Check all machines in parallel; `report` gets each one's findings. Returns the names of the usable
+        ones."""
         usable: list[str] = []
 
         def look(name: str) -> None:

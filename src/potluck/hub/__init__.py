@@ -1,1 +1,1 @@
-"""The meeting of host and guests: the protocol, who computes what, and the threads beside training."""
+"""Connects host and guests: the protocol, who computes what, and the threads that run beside training."""

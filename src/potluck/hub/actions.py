@@ -1,6 +1,7 @@
-"""What the host's protocol asks for: the outputs of `HostProtocol.handle`. Owns their vocabulary. PURE.
+"""The actions that the host's protocol requests: the outputs of `HostProtocol.handle`. PURE.
 
-They are Structs, as the inputs are. A frozen dataclass takes a microsecond to make, and each message needs one.
+They are Structs, like the inputs, because a frozen dataclass takes a microsecond to make, and each message needs
+one.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class CodeChange(Struct, frozen=True, kw_only=True):
     """Bring the replica to the weights' version, and report each `PieceCoded`."""
 
     codec: str = ""
-    """Empty: as it is at first."""
+    """Empty: the run's initial codec."""
 
 
 class ReadPiece(Struct, frozen=True, kw_only=True):
@@ -78,7 +79,7 @@ class ReadPiece(Struct, frozen=True, kw_only=True):
     index: int
     payload: Any
     codec: str = ""
-    """Empty: as it is at first."""
+    """Empty: the run's initial codec."""
 
 
 class Decode(Struct, frozen=True, kw_only=True):
@@ -91,7 +92,7 @@ class Decode(Struct, frozen=True, kw_only=True):
     count: int
     items: float = 0.0
     codec: str = ""
-    """Empty: as it is at first."""
+    """Empty: the run's initial codec."""
 
 
 class CompareSketch(Struct, frozen=True, kw_only=True):
@@ -100,7 +101,7 @@ class CompareSketch(Struct, frozen=True, kw_only=True):
     guest: str
     check: int
     reference: Any
-    """The host's own; None where it is no longer kept."""
+    """The host's own result; None if it is no longer stored."""
     sketch: Any
     loss: float
     items: float | None = None
@@ -109,21 +110,21 @@ class CompareSketch(Struct, frozen=True, kw_only=True):
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """What a comparison came to."""
+    """The result of a comparison."""
 
     cosine: float
     why_not: str | None = None
-    """In words, why the guest's gradient cannot be trusted. None: it can."""
+    """Why the guest's gradient cannot be trusted, for a person. None: it can be trusted."""
     spread: float | None = None
     """The cosine of the host's own two gradients of the batch, where the strict limits did not decide."""
     rounded: bool = False
     """It agrees with the host's gradient at the weights that guests hold, which the codec has rounded."""
     unmatched: frozenset[str] = frozenset()
-    """Random generators that drew other numbers on the guest."""
+    """Random generators that drew different numbers on the guest."""
     again: bool = False
-    """Random numbers may be the reason: another comparison, with the host's spread, can tell."""
+    """Random numbers may be the reason, so compare again, with the host's spread."""
     void: str = ""
-    """Why nothing could be compared; empty where it could."""
+    """Why no comparison was possible; empty if it was."""
 
 
 class HashReplica(Struct, frozen=True, kw_only=True):
@@ -145,7 +146,7 @@ class LimitNorm(Struct, frozen=True, kw_only=True):
 
 
 class CommonBatch(Struct, frozen=True, kw_only=True):
-    """What the host's training thread has to compute for a check."""
+    """What the host's training thread must compute for a check."""
 
     samples: int
     seed: int
@@ -155,11 +156,11 @@ class CommonBatch(Struct, frozen=True, kw_only=True):
 
 
 class Take(Struct, frozen=True, kw_only=True):
-    """The training thread's next micro-batch, or what it does instead. One of the four."""
+    """The training thread's next micro-batch, or what it does instead. Exactly one of the four is set."""
 
     positions: tuple[int, ...] = ()
     common: CommonBatch | None = None
-    """How to compute them where they are a common batch."""
+    """How to compute the samples if they are a common batch."""
     full: bool = False
     """The step is complete."""
     wait_until: float | None = None
@@ -170,7 +171,7 @@ class Take(Struct, frozen=True, kw_only=True):
 
 
 class StepResult(Struct, frozen=True, kw_only=True):
-    """What a step came to."""
+    """The result of a step."""
 
     samples: dict[str, int]
     wait_s: float
@@ -181,22 +182,22 @@ class StepResult(Struct, frozen=True, kw_only=True):
     """The sizes of every machine's micro-batches that were counted."""
     guests_loss_sum: float = 0.0
     guests_items: float = 0.0
-    """What `backward(loss, items=…)` counted there; 0 where samples count."""
+    """Items that `backward(loss, items=…)` counted on that machine; 0 if samples are counted."""
     ahead_samples: int = 0
     """Leased samples that had been sent before their lease."""
     unneeded_samples: int = 0
-    """Samples sent ahead that were not lent to the guest."""
+    """Samples sent ahead that no lease of the guest used."""
     unneeded_bytes: int = 0
 
 
 class Reply(Struct, frozen=True, kw_only=True):
-    """What the training thread asked for. At most one comes from an input, after all other actions."""
+    """The answer to the training thread. An input gives at most one, after all other actions."""
 
     value: Take | StepResult
 
 
 class Wake(Struct, frozen=True, kw_only=True):
-    """Something the training thread may be waiting for has changed."""
+    """Something that the training thread may be waiting for has changed."""
 
 
 class Forget(Struct, frozen=True, kw_only=True):

@@ -1,10 +1,11 @@
-"""Samples sent ahead: what a guest will probably be lent in the next step, sent while its link is idle.
+"""Samples sent ahead: those that a guest will probably compute in the next step, sent while its link is idle.
 
-PURE. Owns which micro-batches are ahead of their lease, and how much of them may be under way.
+PURE. Owns the list of micro-batches that were sent ahead of their lease, and limits the bytes in flight.
 
-A micro-batch that was sent ahead is not lent: its positions stay in the pool. The next lease names those that it
-needs, and carries the rest. The guest drops what was not named. Weights and the samples of leases go first: nothing
-is sent ahead before a guest has been sent all of both, and only a few parts of about 10 ms are under way.
+A micro-batch that was sent ahead is not leased: its positions stay in the pool. The next lease names the
+micro-batches that it needs and contains the other samples. The guest drops what was not named. Weights and the
+samples of leases go first: nothing is sent ahead before a guest has been sent all of both, and only a few parts of
+about 10 ms each are in flight.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PART_S = 0.01
 """A part takes a link about this long, within these bounds."""
 PARTS_UNDER_WAY = 2
 CLOSE = 50
-"""A lease may have one sample in so many more or less than its quota, where it then is what was sent ahead."""
+"""A lease may differ from its quota by one sample in this many, so that it can use exactly what was sent ahead."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class AheadBatch:
     positions: tuple[int, ...]
     tree: Any = None
     parts: deque[Any] = field(default_factory=deque)
-    """What has not been sent of it."""
+    """The parts that are still to be sent."""
     nbytes: int = 0
     sent_bytes: int = 0
 
@@ -56,35 +57,36 @@ class AheadBatch:
 
 @dataclass(slots=True, kw_only=True)
 class Ahead:
-    """What one guest has been sent ahead."""
+    """What was sent ahead to one guest."""
 
     most_bytes: int = 0
-    """What the guest keeps; 0: it takes nothing ahead."""
+    """The most bytes that the guest stores; 0: it accepts nothing ahead."""
     sample_bytes: float = 0.0
-    """Bytes of a sample of its last micro-batch."""
+    """Bytes per sample of its last micro-batch."""
     wanted: deque[int] = field(default_factory=deque)
     """The sizes of the micro-batches to come, for the step after `of_step`."""
     of_step: int = -1
     batches: list[AheadBatch] = field(default_factory=list)
     in_flight_bytes: int = 0
     reading: bool = False
-    """The host is reading the samples of the last one."""
+    """The host is still reading the samples of the last micro-batch."""
     after_weights: list[SendSamples] = field(default_factory=list)
-    """Micro-batches of its lease that are not the first, to be sent when its weights have been."""
+    """Micro-batches of its lease after the first one, to be sent after its weights."""
 
     def is_heavy(self, samples: int) -> bool:
-        """Whether so many samples take a link some time."""
+        """Whether this many samples take a noticeable time on a link."""
         return samples * self.sample_bytes >= LEAST_BYTES
 
     def took(self, nbytes: int) -> None:
-        """The guest has received these bytes. One that lies gets all of a step's part at once, and no more."""
+        """The guest has received these bytes. A guest that lies gets its whole part of a step immediately, and no
+        more."""
         self.in_flight_bytes = max(0, self.in_flight_bytes - nbytes)
 
     def measured(self, nbytes: int, samples: int) -> None:
         self.sample_bytes = nbytes / max(1, samples)
 
     def plan(self, step: int, sizes: Sequence[int]) -> None:
-        """A lease of the step was cut into these micro-batches: the next one will be like it."""
+        """A lease of the step was cut into these micro-batches; the next lease will be cut in the same way."""
         self.of_step, self.wanted = step, deque(sizes[:MOST_AHEAD] if self.most_bytes else ())
 
     def part(self, batch: AheadBatch) -> AheadMessage:
@@ -101,7 +103,7 @@ class Ahead:
 
 @dataclass(slots=True)
 class AheadCount:
-    """What became of samples that were sent ahead, since the last step's end."""
+    """How many of the samples sent ahead were used and not used since the end of the last step."""
 
     used_samples: int = 0
     unneeded_samples: int = 0
@@ -115,7 +117,7 @@ class AheadCount:
 
 
 class SendingAhead:
-    """Sends guests what they will probably be lent next, and says what a new lease can use of it."""
+    """Sends guests the samples of their probable next lease, and says which of them a new lease can use."""
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class SendingAhead:
         change_bytes: int = 0,
         steps: int | None = None,
     ) -> None:
-        """`change_bytes`: what the weights' change has. `steps`: of the whole run."""
+        """`change_bytes`: size of the weights' change. `steps`: number of steps in the whole run."""
         self._ledger, self._members, self._feeding = ledger, members, feeding
         self._change_bytes, self._steps = change_bytes, steps
         self._numbers = 0
@@ -137,7 +139,7 @@ class SendingAhead:
     # -- sending ----------------------------------------------------------------------------------------
 
     def pump(self, member: Member) -> list[Action]:
-        """Send this guest what it may have now."""
+        """Send this guest as much as it may have now."""
         ahead = member.ahead
         if not self._may_send(member):
             return []
@@ -215,9 +217,9 @@ class SendingAhead:
     # -- leases -----------------------------------------------------------------------------------------
 
     def cut(self, member: Member, quota: int, spare: int, speed: Speed) -> list[tuple[int, AheadBatch | None]]:
-        """A lease of about `quota` samples out of what the guest has been sent, and the rest; none: cut it anew.
+        """A lease of about `quota` samples that uses what the guest was sent; None: cut the lease as usual.
 
-        `spare`: how many more it may have.
+        `spare`: how many more samples the lease may have.
         """
         most = max(member.micro_batch, member.largest_micro_batch)
         has = [
@@ -236,7 +238,7 @@ class SendingAhead:
         return {p for m in others for b in m.ahead.batches if b.step == self._ledger.step for p in b.positions}
 
     def lent(self, member: Member, used: Sequence[AheadBatch]) -> list[Action]:
-        """The guest's lease names these: what is left of them is sent at once, the others are not needed."""
+        """The guest's lease names these: their remaining parts are sent now, and the others are not needed."""
         ahead = member.ahead
         self.count.used_samples += sum(len(b.positions) for b in used)
         ahead.after_weights = []
@@ -245,12 +247,12 @@ class SendingAhead:
         return rest
 
     def begun(self) -> None:
-        """The leases of the step are handed out: nothing that was meant for it and not named will be."""
+        """All leases of the step are given out: what was sent ahead for it and not named will not be used."""
         for member in self._members.values():
             self.forget(member, self._ledger.step)
 
     def forget(self, member: Member, step: int | None = None) -> None:
-        """What the guest was sent for a step, or for any, will not be lent to it."""
+        """What the guest was sent ahead for a step (or for any step) will not be used."""
         ahead = member.ahead
         gone = [b for b in ahead.batches if step is None or b.step <= step]
         self.count.unneeded(gone)

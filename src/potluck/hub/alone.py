@@ -1,4 +1,4 @@
-"""The hub of a run without guests: the same calls, and the ledger behind them. It starts no thread."""
+"""The hub of a run without guests: the same calls, directly on the ledger. It starts no thread."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class AloneHub:
     def begin_step(self, head_start_s: float = 0.0) -> None:
         self._ledger.open_step()
 
-    def take(self, count: int, busy: Callable[[], bool]) -> tuple[tuple[int, ...], None]:
-        return self._ledger.take(next_size(self._ledger.in_pool, count, self._least)), None
+    def take(self, count: int, busy: Callable[[], bool], made: Callable[[], int]) -> tuple[tuple[int, ...], None]:
+        return self._ledger.take(made() or next_size(self._ledger.in_pool, count, self._least)), None
 
     def launched(self, positions: tuple[int, ...], sizes: Sequence[int]) -> None:
         self._ledger.host_counts(positions, self._name)

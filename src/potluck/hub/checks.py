@@ -5,7 +5,8 @@ PURE: gradients are compared and random numbers drawn elsewhere.
 The host computes a common batch as part of its step. It sends the same tensors, with a seed for the random numbers
 of the loop's body, to all guests that are checked. If the gradients differ, the host computes the next common batch
 twice, the second time at the weights that guests hold, which the codec has rounded: the distance between its own
-two gradients then tells how far a guest's may be.
+two gradients is the limit for a guest's. If only the rounding makes the difference and the codec is `auto`, the
+weights' changes are coded in a finer codec from then on, and the guest is checked again before it counts.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from potluck.spec.messages import CheckMessage, NoteMessage, SamplesMessage, Ske
 CHECK_SAMPLES = 4
 """The most samples in a common batch, unless the model needs more at once."""
 REFERENCES_KEPT = 4
-"""A guest's gradient that comes after so many newer checks is not compared any more."""
+"""A guest's gradient is not compared if this many newer checks have begun."""
 MID_STEP_S = 3.0
 """With less left of a step, a guest is checked in the next one: its answer must come before the weights change."""
 ATTEMPTS = 3
-"""Comparisons with the host's spread before a refusal: where a gradient is mostly noise, one tells little."""
+"""Comparisons with the host's spread before a refusal: if a gradient is mostly noise, one comparison says
+little."""
 HINT = (
-    "this device may compute something else (update torch, or try --device cpu), or its random numbers are not the "
+    "this device may compute wrongly (update torch, or try --device cpu), or its random numbers differ from the "
     "host's: draw them from random, numpy.random or torch, not from your own generators"
 )
 
@@ -64,6 +66,13 @@ class Checks:
     local_data: bool
     least: Least
     put_out: Callable[..., list[Action]]
+    round_less: Callable[[], str | None]
+    """Have the weights' changes coded in a finer codec from now on; its name, or None where the codec was given."""
+    _finer: str = ""
+    """The codec that was chosen because the first one rounds too much."""
+    _rough_step: int = -1
+    """The step in which that was found; its weights, and those of the checks so far, are still the first one's."""
+    _rough_checks: int = 0
     _now: _Check | None = None
     _references: dict[int, Any] = field(default_factory=dict)
     """The host's own results of the last checks, by the check's number."""
@@ -76,7 +85,8 @@ class Checks:
         self._plan(pieces, self.members.values())
 
     def look_again(self, pieces: Sequence[PieceState], left_s: float | None) -> None:
-        """The same in the middle of a step that takes the host `left_s` more, for guests that have come since."""
+        """The same in the middle of a step that takes the host another `left_s`, for guests that have joined
+        since."""
         if left_s is not None and left_s >= MID_STEP_S and self.due is None:
             self._plan(pieces, [m for m in self.members.values() if m.lease is None])
 
@@ -86,7 +96,7 @@ class Checks:
             for m in members
             if m.state == SYNCING and m.feed.current(pieces) and self.ledger.step >= m.rests_until_step
         ]
-        if not new:
+        if not new or self.ledger.step == self._rough_step:
             return
         self._count += 1
         doubted = [m.unmatched for m in new if m.unmatched is not None]
@@ -95,7 +105,7 @@ class Checks:
 
     @property
     def due(self) -> CommonBatch | None:
-        """What the host's next micro-batch must be, if a check is due."""
+        """The common batch that must be the host's next micro-batch, if a check is due."""
         check = self._now
         if check is None or check.positions:
             return None
@@ -107,7 +117,7 @@ class Checks:
         return CommonBatch(samples=samples, seed=check.seed, twice=check.twice)
 
     def computed(self, positions: tuple[int, ...], batch: Packed, reference: Any) -> list[Action]:
-        """The host has its gradient of the common batch: send the batch to those who are to be checked."""
+        """The host has its gradient of the common batch: send the batch to the guests to be checked."""
         check = self._now
         assert check is not None
         check.positions = positions
@@ -149,7 +159,7 @@ class Checks:
         return [Emit(event=RunNote(text=text))]
 
     def answered(self, member: Member, answer: SketchMessage, sketch: Any) -> list[Action]:
-        """A guest's gradient of the common batch is here."""
+        """A guest's gradient of the common batch has arrived."""
         if member.check is None or answer.check != member.check:
             raise WireError("a gradient sketch that nobody asked for")
         check, member.check = member.check, None
@@ -168,7 +178,7 @@ class Checks:
         ]
 
     def void(self, guest: str, check: int, reason: str = "a step is over before its weights are there") -> None:
-        """Nothing could be compared: check again, less and less often."""
+        """No comparison was possible: check again, at growing intervals."""
         member = self.members.get(guest)
         if member is not None and member.state == CHECKING and member.check in (check, None):
             member.state, member.check = SYNCING, None
@@ -186,7 +196,7 @@ class Checks:
             return []
         member.check, member.cosine = None, verdict.cosine
         if verdict.why_not is None:
-            return self._passed(member, verdict)
+            return self._again_with_finer(member, check, verdict) or self._passed(member, verdict)
         if verdict.again and member.doubts < ATTEMPTS:
             member.doubts += 1
             member.unmatched = verdict.unmatched
@@ -197,6 +207,19 @@ class Checks:
         else:
             reason = f"its gradient differs from the host's on the same batch: {verdict.why_not}"
         return self.put_out(member, reason, refused=not member.joined, hint=HINT)
+
+    def _again_with_finer(self, member: Member, check: int, verdict: Verdict) -> list[Action]:
+        """With codec auto: have the weights rounded less, and check the guest again once it holds these."""
+        if not verdict.rounded:
+            return []
+        if not self._finer:
+            self._finer = self.round_less() or ""
+            self._rough_step, self._rough_checks = self.ledger.step, self._count
+        if not self._finer or check > self._rough_checks:
+            return []
+        member.state, member.reason = SYNCING, f"its weights are sent in {self._finer}"
+        member.doubts, member.unmatched = 0, None
+        return self._tell(member, self._rounded(member, verdict, f"weights are sent in {self._finer} from now on"))
 
     def _passed(self, member: Member, verdict: Verdict) -> list[Action]:
         member.state, member.reason, member.rests, member.doubts = COMPUTING, "", 0, 0
@@ -221,16 +244,23 @@ class Checks:
 
     def _tell_spread(self, member: Member, verdict: Verdict) -> list[Action]:
         if verdict.rounded:
-            text = (
-                f"{member.name} holds weights that the codec has rounded, and they give this model another "
-                f"gradient than the host's own weights (cosine {verdict.spread:.2f}): --codec fp16 rounds less"
-            )
+            fix = "--codec none does not round" if self._finer else "--codec fp16 rounds less"
+            text = self._rounded(member, verdict, fix)
         else:
             text = (
                 f"the loop draws random numbers that differ between the host and {member.name}: its gradient "
                 f"(cosine {verdict.cosine:.2f}) is judged by how far apart the host's own two of one batch are "
                 f"({verdict.spread:.2f}), so only gross errors are seen"
             )
+        return self._tell(member, text)
+
+    def _rounded(self, member: Member, verdict: Verdict, fix: str) -> str:
+        return (
+            f"{member.name} holds weights that the codec has rounded, and they give this model another gradient "
+            f"than the host's own weights (cosine {verdict.spread:.2f}): {fix}"
+        )
+
+    def _tell(self, member: Member, text: str) -> list[Action]:
         return [
             Emit(event=RunNote(machine=member.name, text=text)),
             Send(guest=member.id, message=NoteMessage(text=text)),

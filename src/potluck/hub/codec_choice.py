@@ -1,8 +1,9 @@
-"""The codecs of a run that leaves them open: each guest's by its own link, the weights' changes' by all. PURE.
+"""Chooses the codecs of a run with `auto`: one for each guest by its link, and one for the weights' changes. PURE.
 
 The residual of a guest and the replica do not depend on the codec, so that both can change from one step to the
-next. The change of the weights is coded once for all guests: in thin as soon as one of them needs it, and where all
-of them compute in bf16, as what changed in bf16 (`codec/changes.py`), piece by piece, where that is shorter.
+next. The change of the weights is coded once for all guests: in thin as soon as one of them needs it. If all of
+them compute in bf16, each piece is sent as its changes in bf16 (`codec/changes.py`) where that is shorter. Once a
+parity check shows that the rounded weights give the model another gradient, the change is coded in fp16.
 """
 
 from __future__ import annotations
@@ -10,31 +11,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from potluck.balance.codecs import CODING_S_PER_PARAMETER, INT4, THIN, THIN_PART, choose
+from potluck.balance.codecs import CODING_S_PER_PARAMETER, INT4, THIN, THIN_PART, choose, codec_bytes
 from potluck.balance.leases import Speed
 from potluck.balance.quota import Estimate
 from potluck.codec.names import BF16_CHANGES
 from potluck.hub.actions import Action, Emit
+from potluck.hub.layout import TensorSpec
 from potluck.hub.members import COMPUTING, LATE, SITTING_OUT, Member
 from potluck.spec.events import GuestCodec
-from potluck.spec.layout import TensorSpec
 
 USUAL_TAIL_S = 0.15
 """What the end of a contribution takes on a good link: coding, sending and decoding its last piece, 0.06 s in the
-lab (`plan/hub.py`). Two and a half times that, so that a machine that is busy for a moment is no slow link."""
+lab (`plan/hub.py`). This is two and a half times that, so that a briefly busy machine does not count as a slow
+link."""
 
 INT4_BYTES = 66 / 128
-"""A parameter's, with its part of a scale."""
+"""Bytes per parameter, including its share of a scale."""
+FINE = "fp16"
+FINE_PART = codec_bytes(FINE) / codec_bytes(INT4)
+"""Time of the weights' change in fp16 ÷ its time in int4: 3.9."""
 PART_CHANGES = 0.2
-"""An exact change must be shorter or longer by this before what was measured on the links is scaled."""
+"""The size of an exact change must differ by this factor before the measurements of the links are scaled."""
 
 STAYS_STEPS, MOST_DOUBLINGS = 16, 8
-"""A guest whose codec was changed keeps it for 32 steps, then for twice as long each time. What was measured before
-is out of an estimate after 8: two doubted measurements, and 6 of weight 0.4, which leave 5 % of it."""
+"""A guest whose codec was changed keeps it for 32 steps, then for twice as long each time. After 8 measurements the
+old ones no longer matter: two are doubted, and 6 with a weight of 0.4 leave 5 % of the old value."""
 
 
 class CodecChoice:
-    """Chooses at the beginning of a step, or not at all: then no message names a codec."""
+    """Chooses codecs at the beginning of a step. If the run's codec is fixed, it chooses nothing and no message
+    names a codec."""
 
     def __init__(
         self,
@@ -52,25 +58,34 @@ class CodecChoice:
         self._parameters = sum(t.count for t in model if t.role == "trained")
         self._coding_s = CODING_S_PER_PARAMETER * self._parameters
         self._change_bytes = change_bytes
-        self._thin_down = self._exact = False
+        self._thin_down = self._exact = self._fine = False
         self._part = 1.0
 
     @property
     def first(self) -> str:
-        """What a guest has that was not chosen for yet."""
+        """The codec of a guest for which none was chosen yet."""
         return "" if self._down is None else INT4
 
     @property
     def change(self) -> str:
         """The codec of the weights' changes."""
+        if self._fine:
+            return FINE
         if self._exact:
             return BF16_CHANGES
         return "" if self._down is None else self._down[self._thin_down]
 
     @property
     def part(self) -> float:
-        """What the weights' change takes on a link now ÷ what it takes in int4."""
+        """Time of the weights' change on a link now ÷ its time in int4."""
         return self._part
+
+    def round_less(self) -> str | None:
+        """From the next step on, code the weights' changes in this codec; None where theirs was given."""
+        if self._down is None or self._down[0] == self._down[1]:
+            return None
+        self._fine = True
+        return FINE
 
     def begin_step(self, batch: int, host_sample_s: float, step: int) -> list[Action]:
         """Choose for all newcomers, and again for one of the others: each choice solves the step's quotas twice."""
@@ -112,9 +127,9 @@ class CodecChoice:
 
     def _choose_change(self) -> None:
         open_ = self._down is not None and self._down[0] != self._down[1]
-        thin = open_ and any(m.codec == THIN for m in self._members.values())
+        thin = open_ and not self._fine and any(m.codec == THIN for m in self._members.values())
         exact = thin and all(m.bf16 for m in self._members.values() if m.feed.open)
-        part = THIN_PART if thin else 1.0
+        part = FINE_PART if self._fine else THIN_PART if thin else 1.0
         if exact:
             # How much changes in bf16 depends on the learning rate: what was coded last tells.
             coded = self._change_bytes() / max(INT4_BYTES * self._parameters, 1.0)
@@ -128,7 +143,7 @@ class CodecChoice:
             self._part = part
 
     def _speeds(self) -> dict[str, Speed]:
-        """Of all that may help, each with its own codec."""
+        """The speeds of all guests that may help, each with its own codec."""
         found = {}
         for member in self._members.values():
             speed = member.speed
@@ -138,7 +153,7 @@ class CodecChoice:
 
 
 def _part_of(member: Member) -> float:
-    """What this guest's gradient takes on a link ÷ what it takes in int4."""
+    """Time of this guest's gradient on a link ÷ its time in int4."""
     return THIN_PART if member.codec == THIN else 1.0
 
 
@@ -152,8 +167,8 @@ def _scale(estimate: Estimate, times: float) -> None:
 def _late_s(member: Member, speed: Speed, up_s: float) -> float:
     """How much longer the gradient took, after the last backward, than on a link as fast up as down: `up_s`.
 
-    Many links are slower up than down. Only the way down is measured by itself. What the host takes to decode is no
-    link's: that of a large model would make every link seem slow, and thin is not decoded faster.
+    Many links are slower up than down. Only the download is measured separately. The host's decoding time does not
+    count as the link's: with a large model it would make every link seem slow, and thin is not decoded faster.
     """
     expected_s = max(0.0, up_s - 2 * speed.last * speed.sample_s / 3)
     coming_s = (member.tail.value or 0.0) - (member.decoding.value or 0.0)

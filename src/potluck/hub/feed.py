@@ -1,8 +1,9 @@
-"""What one guest still has to be sent, and how much may be under way to it: flow control by credit. PURE.
+"""The queue of what one guest must still be sent, with flow control by credit. PURE.
 
-Every piece of the replica has a version, and a coded change that leads to it from the version before. A guest
-that holds that earlier version is sent the change. One that missed more is sent the whole piece. So newcomers,
-regulars and guests that fell behind follow one rule, and the host keeps one coded message a piece, no history.
+Every piece of the replica has a version, and a coded change that leads to it from the version before. A guest that
+holds that earlier version is sent the change. One that missed more is sent the whole piece. So one rule serves
+newcomers, regular guests and guests that fell behind, and the host keeps one coded message per piece and no
+history.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from potluck.errors import WireError
 NOTHING = -1
 """The version of a piece that a guest does not hold at all."""
 PENDING = -2
-"""A piece that is being read to be sent whole: until then nothing else of it may be sent."""
+"""A piece that is being read to be sent whole. Until it is sent, no change of it may be sent."""
 PART_BYTES = 4 << 20
-"""Fixed tensors travel in parts of this size."""
+"""Fixed tensors are sent in parts of this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class PieceState:
     change: Any = None
     """The coded change itself."""
     codec: str = ""
-    """How it is coded; empty: as a guest was told when it joined."""
+    """Its codec; empty: the one that the guest was told when it joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ class Feed:
             self.have[item.index] = PENDING
 
     def answered(self, item: Item, version: int) -> None:
-        """What was asked for was sent."""
+        """The part that was read has been sent."""
         if item.kind == "tensor":
             self._tensors_pending -= 1
         else:
@@ -141,22 +142,22 @@ class Feed:
         self._under_way(nbytes)
 
     def forget(self) -> None:
-        """What the guest holds is wrong: send every piece whole. A piece that is being read now is right."""
+        """The guest's weights are wrong: send every piece whole. A piece that is being read now is correct."""
         self.have = [have if have == PENDING else NOTHING for have in self.have]
 
     def taken(self, nbytes: int) -> None:
         """The guest has received this many bytes.
 
-        An honest guest that reconnected may report a message from before, so a surplus of one window is accepted.
+        An honest guest that reconnected may confirm a message from before, so a surplus of one window is accepted.
         More is an error.
         """
         self._surplus_bytes += max(0, nbytes - self.in_flight_bytes)
         if nbytes < 0 or self._surplus_bytes > max(self.window_bytes, self._largest_bytes):
-            raise WireError(f"word that it took {nbytes} bytes, where {self.in_flight_bytes} were under way")
+            raise WireError(f"an acknowledgement of {nbytes} bytes, where {self.in_flight_bytes} were in flight")
         self.in_flight_bytes = max(0, self.in_flight_bytes - nbytes)
 
     def current(self, state: Sequence[PieceState]) -> bool:
-        """The guest has been sent everything, and nothing of it is older than the replica."""
+        """Whether the guest was sent everything, and all of it is up to date with the replica."""
         if self.tensors or self._tensors_pending or not state:
             return False
         return all(have == now.version != NOTHING for have, now in zip(self.have, state))
@@ -166,7 +167,7 @@ class Feed:
         self._largest_bytes = max(self._largest_bytes, nbytes)
 
     def _fits(self, nbytes: int) -> bool:
-        """Whether this may be sent now: within the window, or as the second of its kind under way.
+        """Whether this may be sent now: it fits into the window, or it is the second of its kind in flight.
 
         A piece of a large model fills the window. With one at a time the link would be idle from its last byte
         until the guest's answer: over the internet (100 Mbit/s, 30 ms each way) 0.57 of the link, with two 0.99.

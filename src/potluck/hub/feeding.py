@@ -1,4 +1,4 @@
-"""What the guests are sent of the replica: owns each piece's version. PURE."""
+"""Decides which parts of the replica guests are sent; owns each piece's version. PURE."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from potluck.hub.members import Member
 from potluck.spec.messages import ChangeMessage, TensorMessage, WholeMessage
 
 FOLLOW_S = 0.25
-"""So often the change is coded for guests that have no part in the step: they join, catch up, or are checked."""
+"""How often the change is coded for guests without a lease in the step: they join, catch up, or are checked."""
 
 
 class Feeding:
@@ -26,7 +26,7 @@ class Feeding:
         self._coded_at = -math.inf
 
     def begin_step(self, now: float, step_s: float | None, *, needed: bool) -> bool:
-        """Whether to code the change to this step's weights, of which the host takes about `step_s`.
+        """Whether to code the change to the weights of this step, which takes the host about `step_s`.
 
         `needed`: a guest computes on them. For guests that only follow, short steps are not coded one by one: a
         model of 1.5 ms a step would be slowed down by a guest that cannot help it.
@@ -40,7 +40,7 @@ class Feeding:
 
     @property
     def change_bytes(self) -> int:
-        """Of the last change, all pieces together."""
+        """Size of the last change, all pieces together."""
         return sum(piece.change_bytes for piece in self.pieces)
 
     def coded(self, version: int) -> bool:
@@ -48,7 +48,7 @@ class Feeding:
         return all(piece.version == version for piece in self.pieces)
 
     def pump(self, member: Member) -> list[Action]:
-        """Send this guest what it lacks, as far as its credit goes."""
+        """Send this guest what it lacks, within its credit."""
         actions: list[Action] = []
         while (item := member.feed.next(self.pieces)) is not None:
             if item.kind != "change":
@@ -64,7 +64,7 @@ class Feeding:
         return actions
 
     def read(self, member: Member, read: PartRead) -> list[Action]:
-        """Something whole was read for this guest: send it."""
+        """A whole piece or part was read for this guest: send it."""
         message: TensorMessage | WholeMessage
         if read.part is not None:
             message = TensorMessage(name=read.part.name, start=read.part.start)
@@ -74,7 +74,7 @@ class Feeding:
         return [Send(guest=member.id, message=message, frames=(read.payload,))]
 
     def _release(self, index: int, version: int) -> None:
-        """Drop a coded change that every guest it is meant for has been sent: its memory is needed."""
+        """Drop a coded change once it was sent to every guest that needs it, to free its memory."""
         fed = [m.feed for m in self._members.values() if m.feed.open]
         if all(feed.have[index] == version for feed in fed):
             piece = self.pieces[index]

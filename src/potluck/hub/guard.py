@@ -1,6 +1,6 @@
-"""Whether the guests still hold the replica: every few steps its hash is compared, sometimes the gradients too.
+"""Checks that the guests still hold the replica: every few steps it compares hashes, sometimes gradients too.
 
-PURE: it decides who is asked and what a difference means.
+PURE: it decides which guests are asked and what a difference means.
 
 A guest is asked when it has been sent all of a version and nothing of a later one, on the connection that carries
 the weights. So both sides hash the same version, and neither has to pause for it.
@@ -20,16 +20,22 @@ from potluck.spec.events import ReplicaChecked, ReplicaMismatch
 from potluck.spec.messages import HashMessage, ResyncMessage
 
 TRUSTED = (COMPUTING, LATE, SITTING_OUT)
-"""States of guests whose gradients count. The others are sent everything, or checked, anyway."""
+"""States of guests whose gradients count. All others are sent everything, or checked, in any case."""
 VERSIONS_KEPT = 4
 PARITY_EVERY = 20
-"""After this many equal hashes in a row a guest's gradient is compared with the host's again."""
+"""After the first of these, and after this many equal hashes in a row, a guest's gradient is compared again."""
 PARITY_SELDOM = 8 * PARITY_EVERY
 """The same where a check takes a guest longer than a step: it falls behind and is sent everything again."""
 PARITY_SAMPLES = 8
 """The most samples in such a comparison."""
 LONGEST_PAUSE = 6
 """A guest that differed again and again is asked up to 2^6 times less often."""
+MOST_IN_A_ROW = 3
+"""A guest whose weights differed this often in a row is removed: most of its gradients were of other weights."""
+HINT = (
+    "does its script change weights itself, such as p.data.clamp_()? Only the host may: do it `if run.is_host`, "
+    "after the inner loop. If not, this machine may compute wrongly"
+)
 
 
 @dataclass(slots=True)
@@ -39,7 +45,7 @@ class _Version:
     number: int
     ours: bytes | None = None
     theirs: dict[str, bytes] = field(default_factory=dict)
-    """Answers that wait for the host's own hash."""
+    """Answers of guests that wait for the host's own hash."""
 
 
 class ReplicaGuard:
@@ -52,10 +58,11 @@ class ReplicaGuard:
         members: Mapping[str, Member],
         stepping: Stepping,
         pump: Callable[[Member], list[Action]],
+        put_out: Callable[..., list[Action]],
     ) -> None:
-        """`pump` sends a guest what it lacks."""
+        """`pump` sends a guest what it lacks. `put_out` ends a guest's part in the run."""
         self._every = every
-        self._pump = pump
+        self._pump, self._put_out = pump, put_out
         self._members = members
         self._stepping = stepping
         self._versions: list[_Version] = []
@@ -111,10 +118,16 @@ class ReplicaGuard:
         if different:
             return self._mismatch(member, version, different)
         member.hashes_equal += 1
-        if member.hashes_equal % self._parity_every(member) == 0 and member.state == COMPUTING:
+        member.mismatches_in_a_row = 0
+        if self._parity_due(member) and member.state == COMPUTING:
             # The next step's common batch checks it like a newcomer. It keeps its lease of this step.
             member.state, member.reason = SYNCING, "its gradient is checked again"
         return [Emit(event=ReplicaChecked(machine=member.name, address=member.address, step=version + 1))]
+
+    def _parity_due(self, member: Member) -> bool:
+        """After the first equal hash, too: a newcomer is checked with weights that no codec has rounded yet."""
+        every = self._parity_every(member)
+        return member.hashes_equal % every == 0 or (member.hashes_equal == 1 and every == PARITY_EVERY)
 
     def _parity_every(self, member: Member) -> int:
         step_s, rate = self._stepping.predicted_s, member.rate.value
@@ -122,14 +135,17 @@ class ReplicaGuard:
         return PARITY_EVERY if fits else PARITY_SELDOM
 
     def _mismatch(self, member: Member, version: int, different: int) -> list[Action]:
-        """What it computes does not count: send it everything again, then check its gradient."""
+        """Stop counting the guest's contributions: send it everything again, then check its gradient."""
         member.mismatches += 1
+        member.mismatches_in_a_row += 1
         member.hashes_equal = 0
+        reason = f"held weights that are not the host's ({different} of {len(member.feed.have)} pieces differ)"
+        if member.mismatches_in_a_row == MOST_IN_A_ROW:
+            return self._put_out(member, f"{reason}, {MOST_IN_A_ROW} times in a row", hint=HINT)
         back, actions = self._stepping.void(member)
         member.feed.forget()
         member.feed.open = True
         member.state, member.reason = SYNCING, "its weights differed"
-        reason = f"held weights that are not the host's ({different} of {len(member.feed.have)} pieces differ)"
         return [
             *actions,
             Send(guest=member.id, message=ResyncMessage(version=version)),

@@ -1,7 +1,7 @@
 """A guest's hub: what the guest's training thread waits for, and the worker that applies and codes pieces.
 
-Owns the guest's versions of the pieces and its residual. It knows no loop and no device beyond staging: the
-training thread asks for work, computes it, and says so.
+Owns the guest's versions of the pieces and its residual. The training thread asks for work, computes it, and
+reports the result.
 
 Weights are applied only where that is safe: while the training thread computes at version v, changes that
 lead to v may be applied (its gates wait for them), later ones are held until it has finished.
@@ -19,29 +19,22 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from potluck.codec import Codecs, changes, encode_with_feedback, from_wire, rehearse, to_wire
-from potluck.codec.names import BF16_CHANGES
+from potluck.codec import Codecs
 from potluck.device import Device, Mark
 from potluck.errors import PotluckError, WireError
 from potluck.failpoints import hit
 from potluck.hub.ahead import MOST_BYTES
 from potluck.hub.feed import NOTHING
+from potluck.hub.guest_pieces import GuestPieces
+from potluck.hub.guest_work import Arrivals, Kept, Work
 from potluck.hub.hashes import PieceHashes
+from potluck.hub.layout import fingerprint_to_json
 from potluck.hub.link import GuestLink, RawFrames
-from potluck.hub.tensors import (
+from potluck.hub.model_tensors import (
     ModelTensors,
-    add_to_piece,
-    from_bytes,
-    raw_bytes,
-    read_piece,
-    write_part,
-    write_piece,
 )
-from potluck.hub.work import Arrivals, Kept, Work
 from potluck.limits import usable_memory
-from potluck.spec.layout import fingerprint_to_json
 from potluck.spec.messages import (
     MOST_ITEMS,
     MOST_LOSS,
@@ -73,15 +66,15 @@ from potluck.wire.tree import unpack_tree
 
 MAX_BATCH_BYTES = 1 << 30
 AHEAD_PART = 16
-"""Of this machine's memory, for samples that come ahead of their lease."""
+"""Share of this machine's memory for samples that come ahead of their lease."""
 EASY_BATCH_BYTES = 1 << 28
-"""No more is asked for at once where samples are sent, however much memory there is: half of what can be sent."""
+"""The most bytes of samples requested in one batch, whatever the memory: half of what can be sent."""
 
 REMEMBERED = 16
-"""Contributions of which the host may still say that they do not count."""
+"""Number of recent contributions that the host may still reject."""
 
 Update = ChangeMessage | WholeMessage | TensorMessage | HashMessage | ResyncMessage
-"""What the worker applies, in the order in which it arrived."""
+"""Messages that the worker applies, in order of arrival."""
 
 
 class RunOver(Exception):
@@ -92,19 +85,19 @@ class GuestHub:
     """Between `open` and `close`: a replica that follows the host's, and one piece of work at a time."""
 
     def __init__(self, link: GuestLink, tensors: ModelTensors, *, down: str, up: str, device: Device) -> None:
-        """`down`, `up`: the codecs of changes and leases that name none."""
+        """`down`, `up`: the default codecs of changes and of leases."""
         self._link, self._tensors, self._device = link, tensors, device
-        self._down, self._up = Codecs(down), Codecs(up)
+        self._pieces = GuestPieces(tensors, down=Codecs(down), up=Codecs(up), device=device)
         self._layout = tensors.layout
         self._changed = threading.Condition(threading.RLock())
         self._have = [NOTHING] * len(self._layout.pieces)
         self._handed: Work | None = None
-        """What `next_work` has given to the training thread, until it enters it."""
+        """Work that `next_work` has returned and the training thread has not begun."""
         self._active: Work | None = None
-        """What the training thread computes now."""
+        """Work that the training thread computes now."""
         self._works: deque[Work] = deque()
         self._early: dict[int, dict[int, Any]] = {}
-        """Samples that came before their lease did (they travel on the other connection)."""
+        """Samples that arrived before their lease (they use the other connection)."""
         self._kept = Kept(
             min(MOST_BYTES, usable_memory()[0] // AHEAD_PART),
             lambda tree, frames: unpack_tree(tree, frames, max_bytes=MAX_BATCH_BYTES),
@@ -114,13 +107,11 @@ class GuestHub:
         """The worker is reading gradients or changing weights at this moment."""
         self._to_code: deque[tuple[Work, int, Mark]] = deque()
         self._final: set[int] = set()
-        """Pieces of the active work's gradient that were handed over to be coded."""
+        """Pieces of the active work's gradient that were queued for coding."""
         self._coded: set[int] = set()
         self._clear_residual = False
         self._finite = True
         self._hashes: dict[str, str] = {}
-        self._residual: Tensor | None = None
-        self._scratch: Tensor | None = None
         self._hashing: PieceHashes | None = None
         """The replica's hash that the host has asked for."""
         self._over: str | None = None
@@ -134,7 +125,7 @@ class GuestHub:
         self.dropped_samples = 0
         """Samples that were delivered and did not count."""
         self.note: Callable[[str], None] = lambda text: None
-        """Called with the host's words for the person at this machine."""
+        """Called with the host's messages for the person at this machine."""
         self._worker = threading.Thread(target=self._run, name="potluck-coder", daemon=True)
 
     # -- the training thread ----------------------------------------------------------------------------
@@ -146,11 +137,7 @@ class GuestHub:
         """
         self._micro_batch = micro_batch
         self._hashes = self._tensors.hashes()  # once: what is frozen does not change, and may be large
-        for codec in (
-            *self._down.likely,
-            *self._up.likely,
-        ):  # now, or the first lease would seem to take a slow link
-            rehearse(codec, (piece.count for piece in self._layout.pieces), self._device.torch_device)
+        self._pieces.rehearse()
         self._worker.start()
         self._link.lost = self._lost
         self._link.back = self._say_ready
@@ -181,7 +168,7 @@ class GuestHub:
                 self._tell_stopped(work, 0, 0.0)
 
     def enter(self, work: Work) -> None:
-        """The training thread now computes at the work's version."""
+        """The training thread begins to compute at the work's version."""
         with self._changed:
             self._changed.wait_for(lambda: not self._busy)
             if any(have > work.step for have in self._have):
@@ -192,7 +179,7 @@ class GuestHub:
             self._changed.notify_all()
 
     def let_go(self, work: Work) -> None:
-        """From here on the worker does not look at the work's gradients: they may be freed.
+        """From here on the worker does not read the work's gradients: they may be freed.
 
         torch crashes if one thread clears `.grad` while another holds it in Python.
         """
@@ -201,7 +188,7 @@ class GuestHub:
             self._changed.wait_for(lambda: not self._busy)
 
     def leave(self) -> None:
-        """The training thread is done with its work: later weights may be applied."""
+        """The training thread has finished its work: later weights may be applied."""
         with self._changed:
             self._active = None
             self._changed.notify_all()
@@ -221,7 +208,7 @@ class GuestHub:
             return batch
 
     def wait_for_pieces(self, work: Work, pieces: Iterable[int]) -> float:
-        """Wait until these pieces are at the work's version (or the work is over); the seconds it took."""
+        """Wait until these pieces are at the work's version (or the work is over). Returns the seconds waited."""
         have, version = self._have, work.step
         if all(have[i] == version for i in pieces):
             return 0.0
@@ -255,7 +242,8 @@ class GuestHub:
     def finish(
         self, work: Work, *, count: int, loss_sum: float, compute_s: float, items: float | None = None
     ) -> bool:
-        """The gradient is complete: code what is left of it, and say so. Returns False if it is too late."""
+        """The gradient is complete: code the remaining pieces and tell the host. Returns False if it is too
+        late."""
         with self._changed:
             self.code(work, range(len(self._have)))
             self._changed.wait_for(lambda: len(self._coded) == len(self._have) or work.over or self._done_waiting())
@@ -296,7 +284,7 @@ class GuestHub:
         items: float | None = None,
         bf16: bool = False,
     ) -> None:
-        """The gradient of a common batch, and digests of the random generators after it."""
+        """Send the gradient of a common batch, and digests of the random generators after it."""
         usual, most = self._at_once()
         sketch = SketchMessage(
             check=work.id,
@@ -318,7 +306,7 @@ class GuestHub:
         return min(usual, room), min(most, room)
 
     def stopped(self, work: Work, computed: int, compute_s: float) -> None:
-        """Let go of work that is over."""
+        """Discard work that is over."""
         with self._changed:
             self._tell_stopped(work, computed, compute_s)
 
@@ -337,7 +325,7 @@ class GuestHub:
         self._link.send(StoppedMessage(lease=work.key, computed=computed, compute_s=compute_s))
 
     def _wait(self, condition: Callable[[], bool]) -> None:
-        """Wait, but look up twice a second: not every system lets Ctrl-C end a wait for a lock."""
+        """Wait, in intervals of half a second, because Ctrl-C does not end a wait for a lock on every system."""
         while not self._changed.wait_for(condition, timeout=0.5):
             pass
 
@@ -346,6 +334,8 @@ class GuestHub:
         return ended or self._stop
 
     def _raise_end(self) -> None:
+        if isinstance(self._failure, PotluckError):
+            raise self._failure
         if self._failure is not None:
             raise PotluckError(f"this guest's worker failed: {self._failure!r}") from self._failure
         if self._over is not None:
@@ -362,7 +352,7 @@ class GuestHub:
             self._changed.notify_all()
 
     def _lost(self) -> None:
-        """The host is gone: what was under way is void, and nothing held is known to be right."""
+        """The host is gone: unfinished work is void, and the held weights may be wrong."""
         with self._changed:
             for work in self._open_works():
                 work.over = True
@@ -452,7 +442,7 @@ class GuestHub:
                 work.over = True
 
     def _taken(self, frames: RawFrames) -> None:
-        """Give the host its credit back."""
+        """Return credit to the host."""
         self._link.send(TakenMessage(bytes=sum(map(len, frames))))
 
     # -- the worker -------------------------------------------------------------------------------------
@@ -468,7 +458,8 @@ class GuestHub:
                 self._changed.notify_all()
 
     def _turn(self) -> bool:
-        """One piece: coding gradients goes first, the host may be waiting for them; the hash goes last."""
+        """Do one piece of work. Coding gradients comes first, because the host may be waiting for them; the hash
+        comes last."""
         with self._changed:
             self._changed.wait_for(lambda: self._stop or self._to_code or self._can_apply() or self._hashing)
             if self._stop:
@@ -478,8 +469,8 @@ class GuestHub:
             clear, self._clear_residual = self._clear_residual, False
             self._busy = True
         with torch.no_grad():
-            if clear and self._residual is not None:
-                self._residual.zero_()
+            if clear:
+                self._pieces.clear_residual()
             if received is not None:
                 self._apply(*received)
             elif job is None:
@@ -519,25 +510,15 @@ class GuestHub:
             return
         hit("guest.before-apply")
         if isinstance(message, TensorMessage):
-            payload = self._device.from_host(from_bytes(frames[0]))
-            write_part(self._tensors.fixed, message.name, message.start, payload)
+            self._pieces.write_fixed(message, frames[0])
             self._device.mark().wait()
         else:
             index, version = message.piece, message.version
-            piece = self._layout.pieces[index]
             self._hash(index)
             if isinstance(message, WholeMessage):
-                payload = self._device.from_host(from_bytes(frames[0]))
-                write_piece(piece, self._tensors.trained, payload.view(torch.float32))
-            elif self._have[index] == message.base and message.codec == BF16_CHANGES:
-                values = read_piece(piece, self._tensors.trained, self._buffer(piece.count))
-                changes.apply(self._device.from_host(changes.from_wire(frames[0], piece.count)), values)
-                write_piece(piece, self._tensors.trained, values)
+                self._pieces.write_whole(index, frames[0])
             elif self._have[index] == message.base:
-                down = self._down.called(message.codec)
-                payload = self._device.from_host(from_wire(down, frames[0], piece.count))
-                change = down.decode(payload, piece.count, out=self._buffer(piece.count))
-                add_to_piece(piece, self._tensors.trained, change)
+                self._pieces.change(index, message.codec, frames[0])
             else:
                 return  # of before a reconnection: the host will send this piece whole
             self._device.mark().wait()  # what the training thread computes from here on must see it
@@ -561,16 +542,14 @@ class GuestHub:
                 self._link.send(HashedMessage(version=version), b"")
 
     def _hash(self, index: int | None = None) -> None:
-        """Take a piece into the hash that is under way: any, or this one, before it changes."""
+        """Add a piece to the current hash: any piece, or this one before it changes."""
         hashing = self._hashing
         if hashing is None:
             return
         index = hashing.next() if index is None else index
         if index is None or not hashing.lacks(index):
             return
-        piece = self._layout.pieces[index]
-        values = read_piece(piece, self._tensors.trained, self._buffer(piece.count))
-        hashing.take(index, raw_bytes(self._device.to_host(values)))
+        hashing.take(index, self._pieces.raw(index))
         with self._changed:
             if hashing.complete and self._hashing is hashing:  # the host has not been lost meanwhile
                 self._hashing = None
@@ -578,25 +557,11 @@ class GuestHub:
 
     def _code(self, work: Work, index: int, computed: Mark) -> None:
         hit("guest.before-code")
-        self._device.after(computed)
-        piece = self._layout.pieces[index]
-        if self._residual is None:
-            self._residual = torch.zeros(self._layout.count, device=self._device.torch_device)
-        # Only these: the backward may be writing the other parameters' gradients at this very moment.
-        gradients = {s.tensor: self._tensors.trained[s.tensor].grad for s in piece.spans}
-        values = read_piece(piece, gradients, self._buffer(piece.count))
-        residual = self._residual[piece.offset : piece.offset + piece.count]
-        up = self._up.called(work.codec)
-        payload = self._device.to_host(encode_with_feedback(up, values, residual))
-        if not up.finite(payload, piece.count):
+        frame, finite = self._pieces.code(index, work.codec, computed)
+        if not finite:
             self._finite = False
-        self._link.send(GradMessage(lease=work.id, piece=index), to_wire(up, payload))
+        self._link.send(GradMessage(lease=work.id, piece=index), frame)
         hit("guest.coded")
         with self._changed:
             self._coded.add(index)
             self._changed.notify_all()
-
-    def _buffer(self, count: int) -> Tensor:
-        if self._scratch is None or self._scratch.numel() < count:
-            self._scratch = torch.empty(count, device=self._device.torch_device)
-        return self._scratch[:count]

@@ -1,6 +1,6 @@
-"""The hash of a replica, taken piece by piece and in any order, so that nobody has to stand still for it.
+"""The hash of a replica, computed piece by piece and in any order, so that training need not pause.
 
-Owns which pieces are still to be hashed. It knows no tensor and no protocol: it is given bytes.
+Owns the list of pieces that are still to be hashed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Sequence
 
 DIGEST_BYTES = 8
-"""Of one piece: it guards against faults, not against forgers."""
+"""Bytes of one piece's digest. It protects against faults, not against forgery."""
 
 
 class PieceHashes:
@@ -24,7 +24,7 @@ class PieceHashes:
         return self._digests[index] is None
 
     def take(self, index: int, values: memoryview | bytes) -> None:
-        """The bytes (float32) of a piece at this version."""
+        """Hash the bytes (float32) of a piece at this version."""
         if self._digests[index] is None:
             self._left -= 1
         self._digests[index] = hashlib.blake2b(values, digest_size=DIGEST_BYTES).digest()
@@ -34,12 +34,12 @@ class PieceHashes:
         return self._left == 0
 
     def digests(self) -> bytes:
-        """All of them, one after the other."""
+        """The digests of all pieces, concatenated."""
         assert self.complete
         return b"".join(d for d in self._digests if d is not None)
 
     def next(self, versions: Sequence[int] | None = None) -> int | None:
-        """A piece to hash next: one that has this version; `versions` has the version of each."""
+        """The next piece to hash, which must have this version; `versions` has each piece's version."""
         for index, digest in enumerate(self._digests):
             if digest is None and (versions is None or versions[index] == self.version):
                 return index
@@ -47,7 +47,7 @@ class PieceHashes:
 
 
 def differing(ours: bytes, theirs: bytes) -> int:
-    """In how many pieces two replicas differ."""
+    """The number of pieces in which two replicas differ."""
     if len(ours) != len(theirs):
         return max(len(ours), len(theirs)) // DIGEST_BYTES
     parts = range(0, len(ours), DIGEST_BYTES)

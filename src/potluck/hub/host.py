@@ -22,11 +22,11 @@ from potluck.hub import inputs
 from potluck.hub.feed import FixedTensor
 from potluck.hub.host_coder import Failed, HostCoder
 from potluck.hub.members import Member
+from potluck.hub.model_tensors import ModelTensors
 from potluck.hub.parity import Reference, judge
 from potluck.hub.protocol import HostProtocol
 from potluck.hub.recorder import Recorder
 from potluck.hub.standstill import Standstill
-from potluck.hub.tensors import ModelTensors
 from potluck.hub.thread import HubThread
 from potluck.spec.events import FlightRecorded, RunEvent
 from potluck.spec.messages import DATA, FromHost, WelcomeMessage
@@ -50,7 +50,7 @@ class HubParts:
     fetch: Callable[[Sequence[int]], Any]
     """The collated batch of these positions; None if their step is over."""
     fetch_ahead: Callable[[Sequence[int]], Any]
-    """The collated batch of positions of the step after this one; None if it cannot be had yet."""
+    """The collated batch of positions of the next step; None if it is not available yet."""
     emit: Callable[[RunEvent], None]
     early: Sequence[tuple[bytes, Sequence[Any]]] = ()
     """Messages that arrived before there was a hub."""
@@ -58,7 +58,7 @@ class HubParts:
 
 
 class HostHub:
-    """The host's table, open from `start` to `close`."""
+    """The host's side of the hub, open from `start` to `close`."""
 
     def __init__(self, parts: HubParts) -> None:
         self._socket, self._protocol, self._coder = parts.socket, parts.protocol, parts.coder
@@ -84,7 +84,8 @@ class HostHub:
         self._thread.start()
 
     def wait_for_guests(self, count: int, timeout_s: float, stop: Callable[[], bool]) -> bool:
-        """Wait until `count` guests hold the replica. False: stopped. The error names who came and their states."""
+        """Wait until `count` guests hold the replica. Returns False if stopped. The error names the guests and
+        their states."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             while True:
@@ -99,15 +100,15 @@ class HostHub:
             ready = len(self._protocol.synced())
             who = ", ".join(f"{m.name} is {m.state}" for m in self._protocol.members.values())
         raise GuestsMissingError(
-            f"{ready} of {count} guests were ready after {timeout_s:.0f} s ({who or 'nobody is there now'})",
+            f"{ready} of {count} guests were ready after {timeout_s:.0f} s ({who or 'none are connected'})",
             hint="type the join command on the other machines, or start with --wait-for 0",
         )
 
     def begin_step(self, head_start_s: float = 0.0) -> None:
-        """Hand out the step's leases and send the weights' change to those who take part.
+        """Give out the step's leases and send the weights' change to the guests that take part.
 
-        The weights are at the step's version, or will be when the device has done what it was given. For
-        `head_start_s` see `Stepping.begin`.
+        The weights are at the step's version, or will be when the device has finished its queue. For `head_start_s`
+        see `Stepping.begin`.
         """
         with self._lock:
             self._raise_failure()
@@ -116,12 +117,16 @@ class HostHub:
             self._handle(inputs.StepBegun(head_start_s=head_start_s), time.monotonic())
             hit("host.dealt")
 
-    def take(self, count: int, busy: Callable[[], bool]) -> tuple[tuple[int, ...], act.CommonBatch | None]:
+    def take(
+        self, count: int, busy: Callable[[], bool], made: Callable[[], int]
+    ) -> tuple[tuple[int, ...], act.CommonBatch | None]:
         """Positions for the host's next micro-batch (none: the step is full); how, if it is a common batch.
 
-        `busy` says whether the host's own device is still computing: while it is, nobody is waited for or given up,
-        and when the last contribution comes, the update is queued behind what the device still has, unless a guest
-        needs the weights of this step.
+        `made` says how many samples at the front of the pool are a micro-batch already, if any are.
+
+        `busy` says whether the host's own device is still computing: while it is, no guest is waited for or given
+        up. When the last contribution arrives, the update is queued after the device's remaining work, unless a
+        guest needs the weights of this step.
         """
         computing: bool | None = None
         while True:
@@ -130,7 +135,8 @@ class HostHub:
                 now = time.monotonic()
                 if still_s := self._standstill.ongoing(now):
                     self._handle(inputs.StoodStill(seconds=still_s), now)
-                take = self._handle(inputs.BatchWanted(count=count, computing=computing), now)
+                wanted = inputs.BatchWanted(count=count, made=made(), computing=computing)
+                take = self._handle(wanted, now)
                 assert isinstance(take, act.Take)
                 if take.full or take.positions:
                     return take.positions, take.common
@@ -152,7 +158,7 @@ class HostHub:
         self._report(inputs.HostComputed(samples=samples, seconds=seconds))
 
     def pack_common(self, batch: Any) -> inputs.Packed:
-        """A copy of the common batch, as the guests that are checked get it."""
+        """A copy of the common batch, for the guests to be checked."""
         try:
             tree, frames = pack_tree(batch)
         except LoopError as error:
@@ -173,22 +179,22 @@ class HostHub:
         return result
 
     def judged(self, step: int, norm: float, samples: int, *, applied: bool) -> None:
-        """The norm of the host's own gradient of a step: guests' gradients are judged and bounded by it.
+        """The norm of the host's own gradient of a step, against which guests' gradients are checked.
 
         `applied`: whether the step's whole gradient was applied.
         """
         self._report(inputs.GradientKnown(step=step, norm=norm, samples=samples, applied=applied))
 
     def timed(self, step: int, samples: int, seconds: float, here: Sequence[str]) -> None:
-        """How long a step took; `here`: guests on this very machine, by their ids."""
+        """How long a step took; `here`: guests on this machine, by their ids."""
         self._report(inputs.StepTimed(step=step, samples=samples, seconds=seconds, here=tuple(here)))
 
     def updating(self) -> AbstractContextManager[None]:
         """Put this around the optimizer's step, which changes the weights."""
         return self._coder.updating()
 
-    def replica_in_place(self) -> AbstractContextManager[None]:
-        """Inside, the weights are what guests hold of them."""
+    def replica_in_place(self) -> AbstractContextManager[bool]:
+        """Inside, the weights have the values that guests hold; False if these are not known yet."""
         return self._coder.replica_in_place()
 
     def samples_of(self, positions: Sequence[int]) -> list[int]:
@@ -207,7 +213,7 @@ class HostHub:
             return self._protocol.host_sample_s
 
     def judges(self) -> bool:
-        """Whether the norm of the host's own gradient of this step is needed, to judge guests' by it."""
+        """Whether the norm of the host's own gradient of this step is needed, to check guests' gradients."""
         with self._lock:
             return self._protocol.judges
 
@@ -234,7 +240,7 @@ class HostHub:
         hit("host.closed")
 
     def _raise_failure(self) -> None:
-        """Raise in the training thread what went wrong in another one (for example, a data set that failed)."""
+        """Raise errors of other threads in the training thread (for example, of a data set that failed)."""
         if self._failure is not None:
             raise self._failure
 
@@ -253,7 +259,8 @@ class HostHub:
                 self._changed.notify_all()
 
     def _record(self, *, now: bool = False) -> None:
-        """After a fault, write what led to it into the run's folder. Call it without the lock: it writes a file."""
+        """After a fault, write the flight record into the run's folder. Call it without the lock: it writes a
+        file."""
         recorder = self._parts.recorder
         if (path := recorder.write(now=now)) is not None:
             # There may be many faults: tell only once where the records are.
@@ -313,7 +320,7 @@ class HostHub:
         return member.name if member is not None else guest
 
     def _hear_coder(self) -> None:
-        """Report what the coder has done, with the lock held: in its order, whichever thread does it."""
+        """Report the coder's results to the protocol, with the lock held: in their order, from any thread."""
         while self._coder.results:
             result = self._coder.results.popleft()
             if isinstance(result, Failed):
@@ -332,7 +339,8 @@ class HostHub:
             self._handle(happened, time.monotonic())
 
     def _handle(self, happened: inputs.Input, now: float) -> act.Take | act.StepResult | None:
-        """Report this, with the lock held, and perform what the protocol asks for. Returns its reply, if any."""
+        """Pass this input to the protocol, with the lock held, and perform its actions. Returns its reply, if
+        any."""
         reply = None
         for action in self._protocol.handle(happened, now):
             if isinstance(action, act.Reply):
@@ -387,7 +395,8 @@ class HostHub:
     # -- the loader thread ------------------------------------------------------------------------------
 
     def _guarded(self, job: Callable[[Any], None], action: Any) -> None:
-        """Whatever fails in the loader thread (for example, the data set) is raised in the training thread."""
+        """Run this in the loader thread. An exception (for example, of the data set) is raised in the training
+        thread."""
         try:
             job(action)
         except BaseException as error:

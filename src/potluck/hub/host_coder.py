@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,19 +37,21 @@ from potluck.hub.actions import Decode, ReadPiece
 from potluck.hub.feed import NOTHING, Item, PieceState, TensorPart
 from potluck.hub.hashes import PieceHashes
 from potluck.hub.inputs import ContributionDecoded, Input, PartRead, PieceCoded, ReplicaHashed
-from potluck.hub.tensors import ModelTensors, raw_bytes, read_piece, round_to_types, write_piece
+from potluck.hub.layout import Piece
+from potluck.hub.model_tensors import ModelTensors, raw_bytes, read_piece, round_to_types, write_piece
 from potluck.limits import usable_cores
-from potluck.spec.layout import Piece
 
+CODED_S = 1.0
+"""The longest that the training thread waits for the weights' change to be coded: a second comparison needs it."""
 NO_EXACT_STEPS = 16
 MOST_EXACT = 6e4
-"""Up to this weight, rounding to bf16 never gives an infinite one, in fp16 either."""
+"""Weights up to this value never become infinite when rounded to bf16 or fp16."""
 MOST_READERS, CORES_A_READER = 4, 4
 MOST_STAGED_BYTES = 256 << 20
-"""A contribution up to this size is kept in the memory that the device reads fastest until it is complete."""
+"""A contribution up to this size is kept, until it is complete, in the memory that the device reads fastest."""
 NOT_FINITE = "its gradient is not finite"
 MOST_UNSENT = 8
-"""Pieces whose messages may be in the making; a piece is 12 MiB at most."""
+"""The most pieces whose messages may be in progress; a piece has at most 12 MiB."""
 
 Message = bytes | memoryview
 
@@ -62,7 +65,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class _Unsent:
-    """A piece that is coded, but perhaps not its message."""
+    """A piece that is coded, but whose message may not be complete."""
 
     index: int
     base: int
@@ -82,13 +85,13 @@ class _Ready:
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    """The pieces of a contribution that are being made ready, each with the message that it is of."""
+    """The pieces of a contribution that are being prepared, each with its message."""
 
     lease: int
     pieces: dict[int, tuple[object, Future[_Ready]]]
 
     def cancel(self) -> None:
-        """It will not count: what was not begun is not done, and what is done is let go."""
+        """The contribution will not count: cancel what has not begun, and free what is done."""
         for _, ready in self.pieces.values():
             ready.cancel()
 
@@ -107,9 +110,7 @@ class HostCoder:
         replica_on_host: bool = False,
     ) -> None:
         """
-        Args:
-            down: the codec of changes that name none.
-            up: the codec of contributions that name none.
+        Args: down: the default codec of changes. up: the default codec of contributions.
             replica_on_host: keep the replica in host memory, to save the device's.
         """
         self._tensors = tensors
@@ -117,7 +118,7 @@ class HostCoder:
         self._down, self._up, self._device = Codecs(down), Codecs(up), device
         self._change_codec = ""
         self._no_exact_before: dict[int, int] = {}
-        """Pieces whose exact change was longer than thin's, and the version from which it is tried again."""
+        """Pieces whose exact change was longer than thin's, each with the version at which it is tried again."""
         self._notify = notify
         self.results: deque[Input | Failed] = deque()
         self.most_a_sample = math.inf
@@ -136,7 +137,7 @@ class HostCoder:
         self._changed = threading.Condition()
         self._contributions: deque[Decode] = deque()
         self._arriving: dict[str, _Arriving] = {}
-        """For each guest; the I/O thread fills it."""
+        """Pieces of each guest's contribution; filled by the I/O thread."""
         self._requests: deque[tuple[str, Item, TensorPart | None]] = deque()
         self._to_code: deque[int] = deque()
         self._hashing: PieceHashes | None = None
@@ -153,7 +154,7 @@ class HostCoder:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """The weights change inside. Pieces of the old version that are not coded yet are skipped."""
+        """Put this around a change of the weights. Pieces of the old version that are not coded yet are skipped."""
         self._update_wanted = True
         with self._weights:
             self._update_wanted = False
@@ -163,26 +164,38 @@ class HostCoder:
             self.version += 1
 
     @contextmanager
-    def replica_in_place(self) -> Iterator[None]:
-        """Inside, the weights are what guests hold of them: rounded by the codec. Then they are as before."""
+    def replica_in_place(self) -> Iterator[bool]:
+        """Inside, the weights have the values that guests hold, rounded by the codec. Afterwards they are
+        restored.
+
+        False: they are still the host's own, because their change was not coded within CODED_S.
+        """
         trained = self._tensors.trained
+        until = time.monotonic() + CODED_S
+        while not self._coded and time.monotonic() < until:
+            time.sleep(0.001)
         with self._weights:
-            if any(version != self.version for version in self.versions):
-                yield
+            if not self._coded:
+                yield False
                 return
             with torch.no_grad():
                 own = [parameter.detach().clone() for parameter in trained]
                 for piece in self._layout.pieces:
                     write_piece(piece, trained, self._replica_of(piece))
             try:
-                yield
+                yield True
             finally:
                 with torch.no_grad():
                     for parameter, values in zip(trained, own):
                         parameter.copy_(values)
 
+    @property
+    def _coded(self) -> bool:
+        return all(version == self.version for version in self.versions)
+
     def code_change(self, codec: str = "") -> None:
-        """Bring the replica to the weights' version, piece by piece, beside training; from now on in this codec."""
+        """Bring the replica to the weights' version, piece by piece, during training; from now on with this
+        codec."""
         with self._changed:
             self._change_codec = codec
             self._weights_there = self._device.mark()
@@ -213,8 +226,9 @@ class HostCoder:
             if parameter.grad is not None:
                 gradients.append(parameter.grad)
                 parts.append(part)
-            elif bool(part.any()):
-                # A parameter that nobody used keeps no gradient, as on one machine.
+            elif parameter.requires_grad and bool(part.any()):
+                # A parameter that nobody used keeps no gradient, as on one machine; nor does one that the script
+                # has frozen here.
                 parameter.grad = part.to(parameter.dtype, copy=True)
         if gradients:
             torch._foreach_add_(gradients, parts)
@@ -229,7 +243,7 @@ class HostCoder:
             self._changed.notify()
 
     def read(self, piece: ReadPiece) -> None:
-        """Make a piece ready on another thread; where there are no cores to spare, `decode` will do it."""
+        """Prepare a piece on another thread. Without spare cores, `decode` does it."""
         if self._readers is None:
             return
         arriving = self._arriving.get(piece.guest)
@@ -276,7 +290,7 @@ class HostCoder:
             self._notify()
 
     def _turn(self) -> bool:
-        """One piece of work; False when the thread should end."""
+        """Do one piece of work. Returns False when the thread should end."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -328,7 +342,7 @@ class HostCoder:
                 self._hashing = None
 
     def _before_change(self, index: int, old: int) -> None:
-        """A piece is about to leave its version: if that version's hash is wanted, take it now."""
+        """A piece is about to change its version: if the old version's hash is requested, compute it now."""
         hashing = self._hashing
         if hashing is None or not hashing.lacks(index):
             return
@@ -382,13 +396,13 @@ class HostCoder:
         self._hand_over(MOST_UNSENT)
 
     def _message(self, down: Codec, payload: Tensor) -> Message | Future[Message]:
-        """What is sent of a change; entropy coded beside the next pieces where there are cores to spare."""
+        """The message of a change; with spare cores it is entropy coded while the next pieces are processed."""
         if self._readers is None or not is_entropy_coded(down):
             return to_wire(down, payload)
         return self._readers.submit(to_wire, down, payload)
 
     def _hand_over(self, most: int) -> None:
-        """Report coded pieces in their order: those that are done, and more, until `most` are left."""
+        """Report coded pieces in order: those that are done, then wait until at most `most` are left."""
         while self._unsent:
             first = self._unsent[0]
             change = first.change
@@ -402,7 +416,7 @@ class HostCoder:
             self.results.append(PieceCoded(index=first.index, piece=state))
 
     def _exact_change(self, index: int, target: Tensor, replica: Tensor) -> bytes | None:
-        """The message of what changed in bf16, and the replica follows; None where thin is shorter."""
+        """The message of the changes in bf16, which are also applied to the replica; None if thin is shorter."""
         if self.version < self._no_exact_before.get(index, 0):
             return None
         found = changes.differences(target, replica)

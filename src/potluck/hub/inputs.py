@@ -1,7 +1,7 @@
-"""What the host's protocol is told: the inputs of `HostProtocol.handle`. Owns their vocabulary. PURE.
+"""The inputs of `HostProtocol.handle`: what happened. PURE.
 
 The threads in `host` report what happened with one of these, and the protocol answers with `actions`. Payloads
-(`Any`) are passed on and never looked at, so a recorded sequence of inputs replays without a tensor.
+(`Any`) are passed on unread, so a recorded sequence of inputs can be replayed without tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from potluck.spec.messages import FromGuest
 
 
 class _Input(Struct, frozen=True, tag=True, tag_field="input"):
-    """Base of all inputs. One is made for each message: a frozen dataclass would take five times as long."""
+    """Base of all inputs. Each message makes one; a frozen dataclass would take five times as long."""
 
 
 # -- from the network -----------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ class MessageArrived(_Input, frozen=True, kw_only=True):
 
 
 class UnreadableArrived(_Input, frozen=True, kw_only=True):
-    """Bytes of an authenticated peer that cannot be read."""
+    """Bytes from an authenticated peer that cannot be read."""
 
     guest: str
     why: str
@@ -43,7 +43,7 @@ class UnreadableArrived(_Input, frozen=True, kw_only=True):
 
 
 class OtherProtocolArrived(_Input, frozen=True, kw_only=True):
-    """A message of an authenticated peer that speaks another version of the protocol."""
+    """A message from an authenticated peer with another version of the protocol."""
 
     guest: str
     theirs: int
@@ -51,13 +51,13 @@ class OtherProtocolArrived(_Input, frozen=True, kw_only=True):
 
 
 class PeerUnreachable(_Input, frozen=True, kw_only=True):
-    """Nothing can be sent to this guest any more: its process has ended, or it takes nothing."""
+    """Nothing can be sent to this guest any more: its process has ended, or it does not read."""
 
     guest: str
 
 
 class PeerNotReading(_Input, frozen=True, kw_only=True):
-    """The memory for unsent messages is spent, and this guest has not read for the longest time."""
+    """The memory for unsent messages is full, and of all guests this one has not read for the longest time."""
 
     guest: str
     waiting_bytes: int
@@ -71,7 +71,7 @@ class Tick(_Input, frozen=True, kw_only=True):
 
 
 class StoodStill(_Input, frozen=True, kw_only=True):
-    """This host itself did nothing for a while: it was asleep, stopped or overloaded."""
+    """This host itself stood still for a while: it was asleep, stopped or overloaded."""
 
     seconds: float
 
@@ -105,7 +105,7 @@ class ContributionDecoded(_Input, frozen=True, kw_only=True):
     items: float = 0.0
     why_not: str | None = None
     wrong_norm: float | None = None
-    """Its norm, where that is why it must not count: an upper bound, or infinite where it is not finite."""
+    """Its norm, if that is why it must not count: an upper bound, or infinity if it is not finite."""
 
 
 class ReplicaHashed(_Input, frozen=True, kw_only=True):
@@ -143,7 +143,8 @@ class SamplesNotPacked(_Input, frozen=True, kw_only=True):
 
 
 class AheadPacked(_Input, frozen=True, kw_only=True):
-    """A micro-batch of the next step is ready to be sent: the answer to `SendAhead`. No parts: it cannot be."""
+    """A micro-batch of the next step is ready to be sent: the answer to `SendAhead`. Without parts, it cannot be
+    sent."""
 
     guest: str
     batch: int
@@ -163,7 +164,7 @@ class SketchCompared(_Input, frozen=True, kw_only=True):
 
 
 class StepBegun(_Input, frozen=True, kw_only=True):
-    """The weights are at the step's version, or will be when the device has done what it was given."""
+    """The weights are at the step's version, or will be when the device has finished its queue."""
 
     head_start_s: float = 0.0
     """See `Stepping.begin`."""
@@ -173,12 +174,14 @@ class BatchWanted(_Input, frozen=True, kw_only=True):
     """The training thread asks for its next micro-batch. The reply is a `Take`."""
 
     count: int
+    made: int = 0
+    """The samples of the micro-batch that a worker process has collated for it; 0: none."""
     computing: bool | None = None
-    """Whether the host's device still computes. None: not looked at yet."""
+    """Whether the host's device still computes. None: not known yet."""
 
 
 class HostWaited(_Input, frozen=True, kw_only=True):
-    """The training thread stood idle for leases that are out."""
+    """The training thread was idle, waiting for leases."""
 
     seconds: float
 
@@ -188,7 +191,7 @@ class HostLaunched(_Input, frozen=True, kw_only=True):
 
     positions: tuple[int, ...]
     sizes: tuple[int, ...]
-    """Each rank's part."""
+    """The number of samples of each rank."""
 
 
 class HostComputed(_Input, frozen=True, kw_only=True):
@@ -200,14 +203,15 @@ class HostComputed(_Input, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """A common batch as it travels, copied before the loop's body may have changed it."""
+    """A common batch to be sent, copied before the loop's body can change it."""
 
     tree: Any = None
     frames: tuple[bytes, ...] = ()
     why_not: str = ""
-    """Why such a batch cannot be sent; empty where it can."""
+    """Why such a batch cannot be sent; empty if it can."""
     same_again: bool = False
-    """Read twice, it was the same: guests with local data read it themselves, which shows that they have it."""
+    """Reading it twice gave the same values. So guests with local data read it themselves, which verifies their
+    data."""
 
 
 class CommonComputed(_Input, frozen=True, kw_only=True):
@@ -234,7 +238,7 @@ class GradientKnown(_Input, frozen=True, kw_only=True):
 
 
 class StepTimed(_Input, frozen=True, kw_only=True):
-    """How long a step took that has ended, without what the script did before it."""
+    """How long the last step took, without the script's work before it."""
 
     step: int
     samples: int

@@ -1,6 +1,6 @@
-"""A guest's connection to its host: the I/O thread, heartbeats, and coming back after a loss.
+"""A guest's connection to its host: the I/O thread, heartbeats and reconnecting.
 
-Owns the socket and when it is renewed. It knows nothing of leases or tensors: messages go to a callback.
+Owns the socket and decides when to renew it. Messages go to a callback.
 """
 
 from __future__ import annotations
@@ -41,29 +41,30 @@ ATTEMPT_S = 6.0
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
 HANG_UPS_BELIEVED = 3
-"""One that hangs up in the handshake is another host, or strangers crowd its door: so often is no chance."""
+"""After this many closed handshakes in a row it is another host. Fewer can happen when strangers fill the host's
+queue."""
 LAST_WORDS_S = 0.5
-"""When one connection has ended, what the host said last may still be on its way on the other."""
+"""Time to wait for the host's last message on one connection after the other has ended."""
 
 RawFrames = Sequence[bytes | memoryview]
 Handler = Callable[[FromHost, RawFrames], None]
-_SAME_VERSION = "install the same version of potluck on both machines; a host that you do not know may mean harm"
+_SAME_VERSION = "install the same version of potluck on both machines; do not join a host that you do not know"
 _SAME = "both need the same model (without --script the host's own is run) and the same potluck"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTimes:
-    """How often a guest is heard by its host, and how long it waits for a word of it."""
+    """How often a guest sends heartbeats, and how long it waits for the host's."""
 
     heartbeat_s: float = 1.0
     notice_s: float = 5.0
-    """A host that says nothing for this long is worth a word to the person at this machine."""
+    """A host that is silent for this long is reported to the person at this machine."""
     silence_s: float = 10.0
-    """A host that says nothing for this long is gone for now: what was under way is void."""
+    """A host that is silent for this long is considered gone: unfinished work is void."""
 
 
 class GuestLink:
-    """Connected from `connect` on; reconnects by itself until `give_up_s` have passed without a host."""
+    """A connection to the host. It reconnects by itself until the host has been gone for `give_up_s`."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class GuestLink:
         self._socket: GuestSocket | None = None
         self._handler: Handler | None = None
         self._waiting: deque[Received[FromHost]] = deque()
-        """What came before there was a handler."""
+        """Messages that arrived before a handler was set."""
         self._control: deque[list[Any]] = deque()
         self._data: deque[list[Any]] = deque()
         self._lock = threading.Lock()
@@ -91,7 +92,7 @@ class GuestLink:
         self._stop = False
         self._last_heard = 0.0
         self._missing_since: float | None = None
-        """When the host was last heard, once that is worth a word."""
+        """When the host was last heard, once its silence was reported."""
         self._lost_at: float | None = None
         self._put_out = False
         self._hang_ups = 0
@@ -102,7 +103,7 @@ class GuestLink:
         self._answer_by = 0.0
         self.failure: PotluckError | None = None
         self.waiting: Callable[[NetworkError], None] = lambda error: None
-        """Called when the host did not answer and is asked again."""
+        """Called when the host did not answer and the guest tries again."""
         self.preparing: Callable[[str], None] = lambda reason: None
         """Called when the host says that its training has not begun yet, with what it waits for."""
         self.lost: Callable[[], None] = lambda: None
@@ -110,7 +111,7 @@ class GuestLink:
         self.back: Callable[[], None] = lambda: None
         """Called when the host is found again and has sent a new welcome."""
         self.missing: Callable[[float], None] = lambda seconds: None
-        """Called about once a second while nothing is heard of the host, with the seconds since it was."""
+        """Called about once a second while the host is silent, with the seconds of silence."""
         self.found: Callable[[], None] = lambda: None
         """Called when it is heard again after that."""
         self.ended: Callable[[], None] = lambda: None
@@ -120,10 +121,10 @@ class GuestLink:
     # -- any thread -------------------------------------------------------------------------------------
 
     def connect(self, timeout_s: float = 15.0, closed_s: float | None = None) -> Received[WelcomeMessage]:
-        """Connect and say hello; the host's welcome. Errors are for the person at this machine.
+        """Connect, send hello, and return the host's welcome. Errors are for the person at this machine.
 
-        A host that is still preparing its run does not answer yet: until the time is over, it is asked again. Where
-        the machine answers and its port is closed, for `closed_s` only.
+        A host that is still preparing its run does not answer yet, so the guest repeats its hello until the time is
+        over. If the machine's port is closed, it tries for `closed_s` only.
         """
         began = time.monotonic()
         deadline = began + timeout_s
@@ -146,7 +147,7 @@ class GuestLink:
         if not self._welcomed.is_set() and self.failure is None:
             self.failure = HostGoneError(
                 f"the host at {self.address} accepted the connection but did not answer within {timeout_s:.0f} s",
-                hint="is the run still going on there?",
+                hint="is the run still active there?",
             )
         if self.failure is not None:
             self.close()
@@ -159,7 +160,8 @@ class GuestLink:
         return self._socket.address if self._socket is not None else "?"
 
     def handle(self, handler: Handler) -> None:
-        """From now on messages go to `handler`, in the link's thread; first those that already came."""
+        """From now on messages go to `handler`, in the link's thread, beginning with those that have already
+        arrived."""
         with self._lock:
             while self._waiting:
                 handler(*self._waiting.popleft())
@@ -211,7 +213,7 @@ class GuestLink:
         self._socket = socket
 
     def _is_final(self, error: NetworkError) -> bool:
-        """Whether it is no use to try again."""
+        """Whether trying again is useless."""
         self._hang_ups = self._hang_ups + 1 if isinstance(error, HungUpError) else 0
         return self._hang_ups >= HANG_UPS_BELIEVED if self._hang_ups else isinstance(error, RefusedError)
 
@@ -248,7 +250,7 @@ class GuestLink:
 
     @property
     def reached(self) -> bool:
-        """Whether the host was there when it was last looked for."""
+        """Whether the host was reachable at the last attempt."""
         return self._lost_at is None and self._missing_since is None and self.failure is None
 
     def _heard(self) -> None:
@@ -301,7 +303,7 @@ class GuestLink:
             received = FROM_HOST.read(frames)
         except VersionError as error:
             raise RefusedError(
-                f"the host speaks protocol {error.theirs}, this machine speaks {PROTOCOL}",
+                f"the host uses protocol {error.theirs}, this machine uses {PROTOCOL}",
                 hint="install the same version of potluck on both machines",
             ) from error
         except MalformedError as error:
@@ -324,7 +326,7 @@ class GuestLink:
         hit("guest.received", message.kind)
         match message:
             case UnknownMessage():
-                raise HostGoneError("the host does not know this guest any more")
+                raise HostGoneError("the host no longer knows this guest")
             case RefuseMessage():
                 self._put_out = message.joined
                 raise RefusedError(
@@ -345,7 +347,7 @@ class GuestLink:
                 if self._welcome is None:
                     self.failure = HostGoneError(
                         f"the run ended before its training began: {message.reason}",
-                        hint="nothing is wrong here; the person at the host sees why, and starts it again",
+                        hint="nothing is wrong on this machine; the host's terminal shows why",
                     )
                     return
         with self._lock:

@@ -23,13 +23,14 @@ LATE_BEFORE_BENCH = 2
 TRIAL_SAMPLES = 2
 """A guest whose link seems too slow, judged only by its first weights, gets one lease of this size as a test."""
 LONGEST_BENCH_STEPS, LONGEST_REST_S = 64, 30.0
-"""The longest that a guest sits out, whichever is longer: 64 steps of some milliseconds are no rest."""
+"""The longest time that a guest sits out: the longer of the two counts, because 64 steps may take only
+milliseconds."""
 QUOTA_RETRY_STEPS = 4
 LARGEST_MICRO_BATCH = 1 << 20
 """The largest micro-batch that a guest may claim."""
 RATE_MARGIN = 0.1
 GAIN_WINDOW = 6
-"""Leases over which a guest must have brought more time than waiting for it cost."""
+"""Number of leases over which a guest must have saved more time than the host waited for it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,26 +40,26 @@ class OpenLease:
     id: int
     step: int
     count: int
-    """Samples in it. Fewer once the guest has said how many it keeps."""
+    """Number of samples. It falls when the guest says how many it keeps."""
     sizes: tuple[int, ...] = ()
     """The sizes of its micro-batches, as handed out."""
     started: float
     revoked: bool = False
     arrived: bool = False
-    """The whole contribution is here and being decoded. The lease can no longer be taken back."""
+    """The whole contribution has arrived and is being decoded. The lease can no longer be taken back."""
     arrived_at: float = 0.0
     codec: str = ""
-    """How its gradient is coded; empty: as at first."""
+    """How its gradient is coded; empty: the run's initial codec."""
     tail_s: float = 0.0
-    """The seconds that the guest was told to expect from its last backward until its contribution is in the sum."""
+    """The seconds from its last backward until its contribution is in the sum, as the guest was told."""
     closing_at: float | None = None
     """When the guest expects to have delivered, by the host's clock."""
     pieces: dict[int, object] = field(default_factory=dict)
     """The coded pieces of the contribution, kept until it is complete."""
     waited_s: float = 0.0
-    """How long the host stood idle for this lease."""
+    """How long the host was idle, waiting for this lease."""
     unread: int = 0
-    """Its micro-batches that the host is still reading from the data set. The guest cannot have them yet."""
+    """Micro-batches that the host is still reading from the data set, so the guest cannot have them yet."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,9 +87,10 @@ class Member:
     doubts: int = 0
     """Parity checks in a row in which its gradient differed from the host's."""
     unmatched: frozenset[str] | None = None
-    """Random generators that drew other numbers there; not None: it is compared with the host's spread."""
+    """Random generators that drew different numbers on the guest. If not None, it is compared with the host's
+    spread."""
     by_spread: bool = False
-    """It was let in by the host's spread, and everybody was told."""
+    """It was accepted by the host's spread, and this was reported."""
     counts_items: bool = False
     """Whether it counted items in its last parity check: then it does in every contribution."""
     # A wrong speed is corrected within the step (leases are large and cut short), so the newest counts most.
@@ -99,36 +101,36 @@ class Member:
     tail: Estimate = field(default_factory=lambda: Estimate(doubts=True))
     """Seconds from the end of its last backward until its contribution is in the sum."""
     decoding: Estimate = field(default_factory=lambda: Estimate(doubts=True))
-    """Seconds of these on the host: the contribution waits there for others, and is decoded."""
+    """The part of these seconds on the host: the contribution waits for others and is decoded."""
     codec: str = ""
-    """How the gradient of its next lease is coded; empty: as the run's others."""
+    """The codec of its next lease's gradient; empty: the run's codec."""
     bf16: bool = False
-    """It computes in bf16, as it said with its last check."""
+    """It computes in bf16, as its last check reported."""
     codec_known: bool = False
-    """Whether that was chosen by its link, and everybody was told."""
+    """Whether the codec was chosen by its link and reported."""
     codec_stays_until: int = 0
-    """The step before which it is not chosen again."""
+    """The codec is not chosen again before this step."""
     codec_turns: int = 0
-    """How often it was changed."""
+    """How often the codec was changed."""
     misses: list[str] = field(default_factory=list)
     """Why its last leases in a row did not count, as clauses. Empty once one counts."""
     told: str = ""
-    """The kind of reason for which it was last told that it sits out. Empty once a contribution counts."""
+    """The kind of reason that it was last given for sitting out. Empty once a contribution counts."""
     leased: bool = False
     """It has had a lease, so its link was measured."""
     wrong_in_a_row: int = 0
-    """Contributions in a row that were wrong: the host computed their samples and found something else."""
+    """Wrong contributions in a row: the host computed their samples with a different result."""
     slowed: int = 0
     """How often in a row it sat out because the run was slower with it."""
     rests: int = 0
     longest_rest: int = LONGEST_BENCH_STEPS
-    """The most steps that it sits out."""
+    """The largest number of steps that it sits out."""
     rests_until_step: int = 0
     gains_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAIN_WINDOW))
     sending_since: float | None = None
-    """Since when something of the replica is under way to it that it has not confirmed. None: nothing is."""
+    """Since when parts of the replica sent to it are unconfirmed. None: all are confirmed."""
     sync_s: float = 0.0
-    """Seconds in which its first weights were under way. Not counted: waiting for the script between two steps."""
+    """Seconds that its first weights took to arrive, without the script's work between two steps."""
     sync_bytes: int = 0
     samples: int = 0
     """Samples it has contributed to the run."""
@@ -143,12 +145,13 @@ class Member:
     fixed_digests: dict[str, str] | None = None
     """Digests of its frozen parameters and buffers, until they are compared with the host's."""
     hash_asked: int | None = None
-    """The newest version at which it was asked for its replica's hash, or passed over."""
+    """The newest version at which it was asked for its replica's hash, or skipped."""
     hash_awaited: int | None = None
     """The version of the hash that it has not yet answered."""
     hashes_equal: int = 0
     """Hashes in a row that were equal to the host's."""
     mismatches: int = 0
+    mismatches_in_a_row: int = 0
     put_out: bool = False
     """The host ended its part in the run."""
     failed: bool = False
@@ -158,7 +161,7 @@ class Member:
 
     @property
     def speed(self) -> Speed | None:
-        """What the quota should count on: the mean, and the overhead with its spread as a margin."""
+        """The speed that the quota assumes: the mean, and the overhead with its spread as a margin."""
         if self.rate.value is None:
             return None
         # Half its spread off the rate: a lease a little too small costs little, one too large a wait.
@@ -175,11 +178,11 @@ class Member:
 
     @property
     def unsteadiness(self) -> float:
-        """The part of the rate by which it changes from lease to lease."""
+        """The relative change of its rate from lease to lease."""
         return self.rate.spread / self.rate.value if self.rate.value else 0.0
 
     def computes(self, usual: int, largest: int) -> None:
-        """How many samples the guest computes at once, and how many it could."""
+        """How many samples the guest computes at once, and the most that it could."""
         self.micro_batch = max(1, min(usual, LARGEST_MICRO_BATCH))
         self.largest_micro_batch = max(self.micro_batch, min(largest, LARGEST_MICRO_BATCH))
 
@@ -208,7 +211,7 @@ class Member:
         self.gains_s.clear()
 
     def delivered(self, *, count: int, compute_s: float, since_start_s: float) -> None:
-        """A contribution arrived, in time or not: learn from its times."""
+        """A contribution arrived, in time or not: update the estimates with its times."""
         if compute_s > 0 and count > 0:
             self.rate.add(count / compute_s)
             speed = self.speed

@@ -1,4 +1,4 @@
-"""How much of the run's log may be about guests that have not joined: they can come without end. PURE."""
+"""Limits the events about guests that have not joined: there can be any number of them. PURE."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from potluck.hub.actions import Action, Emit
 from potluck.spec.events import RunEvent, RunNote
 
 MOST_EVENTS, WITHIN_S = 200, 60.0
-"""So many events in so many seconds; a house full of machines that come and go needs fewer."""
+"""At most this many events in this many seconds. A house full of machines needs fewer."""
 
 
 class Newcomers:
-    """Lets their events through as long as they are few, and counts the others."""
+    """Passes events up to the limit and counts the others."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        """By the host's monotonic clock."""
+        """In the host's monotonic clock."""
         self._left = float(MOST_EVENTS)
         self._at = 0.0
         self._omitted = 0
 
     def told(self, event: RunEvent) -> list[Action]:
-        """What is told of an event: it, nothing, or first how many were left out before it."""
+        """What is logged for an event: the event, nothing, or first the number of events that were left out."""
         passed_s, self._at = max(0.0, self.now - self._at), self.now
         self._left = min(float(MOST_EVENTS), self._left + passed_s * MOST_EVENTS / WITHIN_S)
         # Where some were left out, wait until there is room for several again: one line tells of many.
@@ -29,5 +29,5 @@ class Newcomers:
             return []
         self._left -= 1
         omitted, self._omitted = self._omitted, 0
-        text = f"{omitted} more hellos, refusals and leavings of guests that had not joined are not in the log"
+        text = f"{omitted} more hellos, refusals and departures of guests that had not joined are not in the log"
         return [*([Emit(event=RunNote(text=text))] if omitted else []), Emit(event=event)]

@@ -1,9 +1,9 @@
-"""Whether a guest's gradient can be right, by the host's own: how large it may be, and who was wrong.
+"""Judges guests' gradients by the host's own: how large they may be, and whether host or guest was wrong.
 
-PURE: norms come in, judgements go out. It knows no member and no tensor.
+PURE: norms in, judgements out.
 
 A contribution that is too large or not finite does not count, and the host computes its samples itself. Only then
-it is known whose fault it was: where the host finds the same, the samples are so.
+is the cause known: if the host gets the same result, the samples cause it, not the guest.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections import deque
 from dataclasses import dataclass
 
 RECENT_STEPS = 64
-"""A guest's gradient is measured by the largest of the host's own over so many steps: a step's own may be tiny."""
+"""A guest's gradient is compared with the largest of the host's own over this many steps, because a single one may
+be tiny."""
 SAME = 0.01
-"""A host that finds this part of a contribution's norm in the same samples has found the same: the norm of what a
-guest sends is known only roughly, and from above."""
+"""If the host's norm of the same samples is at least this part of the contribution's, the results count as equal:
+the norm of a guest's contribution is known only as a rough upper bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,10 @@ class _Suspect:
 
 
 class Norms:
-    """Remembers the host's norms, and contributions of which it is not yet known whose fault they are."""
+    """Remembers the host's norms, and bad contributions whose cause is not yet known."""
 
     def __init__(self, bound: float) -> None:
-        """`bound`: how many times the host's own norm a sample a guest's may be; 0: as large as it is."""
+        """`bound`: the largest norm per sample of a guest, as a multiple of the host's; 0: no limit."""
         self._bound = bound
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._suspects: list[_Suspect] = []
@@ -43,11 +44,12 @@ class Norms:
         return bool(self._suspects)
 
     def suspect(self, guest: str, *, step: int, norm: float) -> None:
-        """A contribution to this step was dropped for its norm; infinite: it was not finite."""
+        """A contribution to this step was dropped because of its norm; infinity: it was not finite."""
         self._suspects.append(_Suspect(guest, step, norm))
 
     def host_gradient(self, step: int, norm: float, samples: int) -> list[tuple[str, bool]]:
-        """The host's own part of a step that ended; which guests are judged by it, and who was wrong."""
+        """Add the host's own norm of a step that ended. Returns the guests judged by it, and which of them were
+        wrong."""
         if math.isfinite(norm) and norm > 0 and samples > 0:
             self._recent.append(norm / samples)
             if self._bound:

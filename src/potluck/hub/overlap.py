@@ -1,13 +1,12 @@
-"""Sending and receiving hidden behind computing on a guest: gates before the forward, buckets in the backward.
+"""Hides transfers behind computing on a guest: gates before the forward, buckets in the backward.
 
-Owns the hooks on the model. It knows which pieces a module needs and which parameters complete a piece; what a
-piece is made of and how it travels is the hub's.
+Owns the hooks on the model. It knows which pieces a module needs and which parameters complete a piece.
 
-A module's forward waits only for the pieces of the parameters it owns, so that the first layers compute while
-the later ones' weights still arrive. A piece of the gradient leaves as soon as the last of its parameters has its
-final gradient. Both rest on assumptions about the model that the first batch (the parity check) confirms: a
-trained parameter whose owner's forward was never called is waited for up front, and a parameter whose gradient
-came in more than one part (re-entrant checkpointing) turns the early sending off.
+A module's forward waits only for the pieces of the parameters it owns, so that the first layers compute while the
+later ones' weights still arrive. A piece of the gradient is sent as soon as the last of its parameters has its
+final gradient. Both rest on assumptions about the model that the first batch (the parity check) confirms: a trained
+parameter whose owner's forward was never called is waited for up front, and a parameter whose gradient came in more
+than one part (re-entrant checkpointing) turns the early sending off.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from potluck.spec.layout import Layout
+from potluck.hub.layout import Layout
 
 Wait = Callable[[Sequence[int]], None]
 Ready = Callable[[Sequence[int]], None]
@@ -38,12 +37,12 @@ class Overlap:
         self._gradients: Counter[int] = Counter()
         self._left: list[int] = []
         self.up_front: tuple[int, ...] = tuple(range(len(layout.pieces)))
-        """Pieces to wait for before a forward begins: all, until a batch has been watched."""
+        """Pieces to wait for before a forward begins: all of them, until one batch has been observed."""
         self.bf16 = False
         """Whether every layer with trained weights computes in bf16: by autocast, or because its weights are."""
         self._all_bf16 = True
         self.early = False
-        """Whether pieces of the gradient may leave during the backward."""
+        """Whether pieces of the gradient may be sent during the backward."""
         self.reason = "no batch was watched yet"
         compiled = any(_is_compiled(m) for m in model.modules())
         # Before all other hooks: some of them (weight_norm) read the module's parameters. Not in a compiled model,
@@ -66,7 +65,7 @@ class Overlap:
         self._gradients.clear()
 
     def conclude(self, model: nn.Module) -> None:
-        """Decide what may overlap, from the batch that was watched."""
+        """Decide what may overlap, from the batch that was observed."""
         self._watching = False
         reached = {i for m in self._called for i in self._owned(m)}
         late = [i for i in range(len(self._layout.tensors)) if i not in reached]
@@ -81,7 +80,7 @@ class Overlap:
     # -- computing --------------------------------------------------------------------------------------
 
     def computing(self, wait: Wait | None, ready: Ready | None) -> None:
-        """Before a micro-batch: how to wait for pieces, and (in the last one) whom to tell of final ones."""
+        """Prepare a micro-batch: how to wait for pieces and, in the last one, what to call with final pieces."""
         self._wait = wait
         self._ready = ready if self.early else None
         self._left = [len(p.spans) for p in self._layout.pieces]
@@ -125,7 +124,7 @@ class Overlap:
 
 
 def _computes_in_bf16(module: nn.Module) -> bool:
-    """Of a module whose forward is about to begin."""
+    """Wait for the weights of a module whose forward is about to begin."""
     types = {p.device.type for p in module.parameters(recurse=False) if p.dtype != torch.bfloat16}
     return all(
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16 for kind in types

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from potluck.hub.actions import Verdict
-from potluck.spec.layout import TensorSpec
+from potluck.hub.layout import TensorSpec
 
 SKETCH_VALUES = 1 << 18
-"""At most about this many values of the gradient are compared one by one; norms are compared of all tensors."""
+"""About this many values of the gradient are compared one by one at most; norms are compared for all tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How far a guest may be from the host."""
+    """How far a guest's result may be from the host's."""
 
     cosine: float
     """The smallest cosine of the two gradients."""
@@ -39,10 +39,11 @@ class Limits:
 
 STRICT = Limits(cosine=0.98, tensor_ratio=1.2, whole_ratio=1.2, loss=0.05)
 LOOSEST = Limits(cosine=0.0, tensor_ratio=3.0, whole_ratio=1.5, loss=0.5)
-"""Where the host's own two gradients have a cosine of LARGE_SPREAD or less; the cosine's limit follows theirs."""
+"""Limits if the host's own two gradients have a cosine of LARGE_SPREAD or less; the cosine's limit depends on
+theirs."""
 LARGE_SPREAD = 0.5
 SAME = 0.999
-"""Two gradients of the host with at least this cosine are the same but for rounding."""
+"""Two gradients of the host with at least this cosine differ only by rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +79,15 @@ class Reference:
 
     first: Sketch
     items: float | None = None
-    """What `backward(loss, items=…)` counted in the first; None where samples count."""
+    """Items that `backward(loss, items=…)` counted in the first; None if samples are counted."""
     random: Mapping[str, str] = field(default_factory=dict)
     """A digest of each random generator's state after it."""
     second: Sketch | None = None
-    """The same batch once more, at the weights that guests hold: how far the host is from itself."""
+    """The second result for the same batch, at the weights that guests hold, which gives the host's spread."""
+    uncoded: bool = False
+    """A second result was wanted, but the change of the weights was not coded in time."""
     reseeded: frozenset[str] = frozenset()
-    """Generators that drew other numbers in the second than in the first."""
+    """Generators that drew different numbers the second time."""
 
     @property
     def finite(self) -> bool:
@@ -117,8 +120,8 @@ def judge(
 ) -> Verdict:
     """Whether a guest's gradient can be trusted, by the strict limits or, where these fail, by the host's spread.
 
-    `host` is None where the host no longer has its own. `random` are the digests of the guest's generators: one
-    that is not the host's drew other numbers.
+    `host` is None where the host no longer has its own. `random` are the digests of the guest's generators: a
+    digest that differs from the host's means that this generator drew different numbers.
     """
     if host is None:
         return Verdict(cosine=0.0, void="its gradient came steps after the host's")
@@ -143,6 +146,8 @@ def judge(
         return Verdict(cosine=cosine, why_not=f"it counted {items:g} items where the host counted {host.items:g}")
     if why_not is None:
         return Verdict(cosine=cosine)
+    if host.uncoded:
+        return Verdict(cosine=cosine, void="the host had not coded its weights in time for a second comparison")
     if host.second is None or not unmatched <= host.reseeded:
         return Verdict(cosine=cosine, why_not=why_not, unmatched=unmatched, again=True)
     spread = _cosine(first.gradient, host.second.gradient)
@@ -166,7 +171,7 @@ def judge(
 
 
 def compare(host: Sketch, guest: Sketch, limits: Limits, names: Sequence[TensorSpec]) -> tuple[float, str | None]:
-    """The cosine of the two gradients, and in words which limit the guest's is beyond (None: none)."""
+    """The cosine of the two gradients, and a clause that names the limit that the guest exceeds (None: none)."""
     ours, theirs = host.gradient, guest.gradient
     sizes = float(np.linalg.norm(ours)), float(np.linalg.norm(theirs))
     if sizes[0] * sizes[1] == 0.0:
@@ -187,7 +192,7 @@ def compare(host: Sketch, guest: Sketch, limits: Limits, names: Sequence[TensorS
 
 
 def _limits(first: Sketch, second: Sketch, spread: float) -> Limits:
-    """From the strict limits to the loosest ones, by how far the host is from itself.
+    """Limits between the strictest and the loosest, by the host's spread.
 
     Where two draws have the cosine c, a third one's with the mean of these is about c·√(2 / (1 + c)). Measured with
     a CNN and random crops, and an MLP with dropout of 0.5, on 2 and 4 samples: 97 of 100 good guests or more were

@@ -1,8 +1,8 @@
 """The host's side of the protocol, sans-I/O: one input in, actions out, so that every race is a unit test. PURE.
 
-Owns which guests there are and in which state. `HostProtocol.handle` is the only way in: its caller reports
-what happened, with the time, and performs the actions. Everything else that is public only reads. Leases are
-`stepping`, parity checks `checks`, the replica's hash `guard`, what guests are sent of the replica `feeding`.
+Owns the list of guests and their states. `HostProtocol.handle` is the only way in: its caller reports what
+happened, with the time, and performs the actions. All other public methods only read. Leases are in `stepping`,
+parity checks in `checks`, the replica's hash in `guard`, sending the replica in `feeding`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, assert_never
 
-from potluck.balance.leases import next_size
+from potluck.balance.leases import next_made, next_size
 from potluck.balance.ledger import Ledger
 from potluck.errors import WireError
 from potluck.hub import inputs
@@ -36,13 +36,13 @@ from potluck.hub.codec_choice import CodecChoice
 from potluck.hub.feed import Feed, lacking
 from potluck.hub.feeding import Feeding
 from potluck.hub.guard import ReplicaGuard
+from potluck.hub.layout import fingerprint_from_json, fingerprint_to_json, first_difference
 from potluck.hub.members import CHECKING, COMPUTING, JOINING, SITTING_OUT, SYNCING, Member, gone
 from potluck.hub.newcomers import Newcomers
 from potluck.hub.norms import Norms
 from potluck.hub.stepping import Stepping
 from potluck.hub.terms import HostTerms
 from potluck.spec.events import GuestHello, GuestRefused, RunNote
-from potluck.spec.layout import fingerprint_from_json, fingerprint_to_json, first_difference
 from potluck.spec.messages import (
     AliveMessage,
     ByeMessage,
@@ -64,15 +64,16 @@ from potluck.spec.messages import (
 from potluck.wire.frames import dump_json, read_model
 
 ABOUT_BYTES = 1 << 20
-"""The description of a guest's model may have this many bytes, plus four times those of the host's own."""
+"""The description of a guest's model may have this many bytes, plus four times the size of the host's own
+description."""
 LONGEST_REASON = 500
 """Reasons quote what a guest sent. A longer one is cut, so that it always fits into a header."""
 
 WRONG_BEFORE_OUT = 3
-"""After this many wrong contributions in a row a guest is put out."""
-WRONG_HINT = "this device may compute something else: update torch, or try --device cpu"
+"""After this many wrong contributions in a row a guest is removed."""
+WRONG_HINT = "this device may compute wrongly: update torch, or try --device cpu"
 LOOK_AGAIN_S = 0.003
-"""How soon the training thread asks again whether its device still computes."""
+"""How soon the training thread reports again whether its device still computes."""
 
 
 class HostProtocol:
@@ -98,7 +99,11 @@ class HostProtocol:
             codecs=self.codecs,
         )
         self.guard = ReplicaGuard(
-            every=terms.check_replica_every, members=self.members, stepping=self.stepping, pump=self._pump
+            every=terms.check_replica_every,
+            members=self.members,
+            stepping=self.stepping,
+            pump=self._pump,
+            put_out=self._put_out,
         )
         self.checks = Checks(
             ledger=ledger,
@@ -106,6 +111,7 @@ class HostProtocol:
             local_data=terms.local_data,
             least=terms.least,
             put_out=self._put_out,
+            round_less=self.codecs.round_less,
         )
         self.norms = Norms(terms.guest_bound)
         self._most_about_bytes = ABOUT_BYTES + 4 * len(dump_json(fingerprint_to_json(terms.fingerprint)))
@@ -116,12 +122,13 @@ class HostProtocol:
         self._handlers = self._table()
 
     def handle(self, event: inputs.Input, now: float) -> list[Action]:
-        """Take in what happened, and say what to do about it. `now` is by the host's monotonic clock."""
+        """Process an input and return the actions. `now` is the host's monotonic clock."""
         self._now = self._newcomers.now = now
         return self._handlers[type(event)](event, now)
 
     def _table(self) -> dict[type[inputs.Input], Callable[[Any, float], list[Action]]]:
-        """Who handles which input. A dict: matching 24 classes one by one takes ten times as long."""
+        """The handler of each input. It is a dict because matching 24 classes one by one takes ten times as
+        long."""
         return {
             inputs.MessageArrived: self._message,
             inputs.UnreadableArrived: self._unreadable,
@@ -159,7 +166,7 @@ class HostProtocol:
 
     @property
     def host_sample_s(self) -> float | None:
-        """Seconds that a sample takes the host."""
+        """Seconds that the host takes for a sample."""
         return self.stepping.host_sample_s
 
     def samples_of(self, positions: Sequence[int]) -> list[int]:
@@ -168,7 +175,7 @@ class HostProtocol:
 
     @property
     def judges(self) -> bool:
-        """Whether the norm of the host's own gradient of this step is needed: guests' are judged by it."""
+        """Whether the norm of the host's own gradient of this step is needed, to check guests' gradients."""
         takes_part = any(m.state not in (JOINING, SITTING_OUT) for m in self.members.values())
         return takes_part or self.norms.suspects
 
@@ -180,7 +187,7 @@ class HostProtocol:
     # -- messages ---------------------------------------------------------------------------------------
 
     def _message(self, event: inputs.MessageArrived, now: float) -> list[Action]:
-        """One message of an authenticated guest. A message that makes no sense here puts the guest out."""
+        """One message of an authenticated guest. A message that is not valid here removes the guest."""
         guest, message, frames = event.guest, event.message, event.frames
         if isinstance(message, HelloMessage):
             return self._hello(guest, message, now, event.address)
@@ -275,14 +282,14 @@ class HostProtocol:
         return actions
 
     def _other_protocol(self, event: inputs.OtherProtocolArrived, now: float) -> list[Action]:
-        reason = f"it speaks protocol {event.theirs}, this host speaks {self.terms.versions['protocol']}"
+        reason = f"it uses protocol {event.theirs}, this host uses {self.terms.versions['protocol']}"
         member = self.members.get(event.guest)
         if member is not None:
             return self._put_out(member, reason, refused=True)
         return self._refuse(event.guest, "a guest", event.address, reason)
 
     def _ready(self, member: Member, ready: ReadyMessage, about: Any, now: float) -> list[Action]:
-        """The guest has built its model: compare fingerprints, then bring it the weights."""
+        """The guest has built its model: compare fingerprints, then send it the weights."""
         if member.state != JOINING:
             raise WireError("a second 'ready'")
         if len(about) > self._most_about_bytes:  # it is read while the training may have to wait
@@ -362,13 +369,13 @@ class HostProtocol:
         return [*actions, decode]
 
     def _wrong(self, member: Member, reason: str, norm: float, now: float) -> list[Action]:
-        """Drop a contribution that cannot be right. It is no fault of the guest if the host finds the same."""
+        """Drop a contribution that cannot be right. The guest is not at fault if the host gets the same result."""
         assert member.lease is not None
         self.norms.suspect(member.id, step=member.lease.step, norm=norm)
         return self.stepping.drop(member, reason=reason, now=now, late=False)
 
     def _gradient_known(self, event: inputs.GradientKnown, now: float) -> list[Action]:
-        """The host's own gradient tells how large a guest's may be, and whose was wrong."""
+        """Use the host's own gradient as the limit for guests' gradients, and judge dropped contributions by it."""
         actions: list[Action] = []
         for guest, guilty in self.norms.host_gradient(event.step, event.norm, event.samples):
             member = self.members.get(guest)
@@ -414,7 +421,7 @@ class HostProtocol:
     # -- the training thread ------------------------------------------------------------------------------
 
     def _step_begun(self, event: inputs.StepBegun, now: float) -> list[Action]:
-        """Open the step: leases for those who count, a common batch for those to be checked."""
+        """Open the step: leases for guests whose gradients count, a common batch for guests to be checked."""
         self._weights_stay = True
         pieces, keeps = self.feeding.pieces, self.terms.least.lease
         self.checks.begin_step(pieces)
@@ -433,17 +440,18 @@ class HostProtocol:
         seconds = self.stepping.host_sample_s
         self.checks.look_again(self.feeding.pieces, self.ledger.in_pool * seconds if seconds else None)
         common = self.checks.due
-        least = self.terms.least.micro_batch
-        count = common.samples if common else next_size(self.ledger.in_pool, event.count, least) or event.count
+        least, left = self.terms.least.micro_batch, self.ledger.in_pool
+        count = common.samples if common else next_made(left, event.made) or next_size(left, event.count, least)
+        count = count or event.count
         take, actions = self.stepping.take(count, now, common)
         actions.append(Reply(value=take))
         return actions
 
     def _stays(self) -> bool:
-        """Whether the step must not end while the device computes: leases are out, or guests wait to be let in.
+        """Whether the step must not end while the device computes: leases are out, or guests wait to be admitted.
 
-        The model has the weights of this step only until the step ends. Where the step is one micro-batch, that is
-        all the time in which they can be coded, sent, and used by guests that are checked.
+        The model has the weights of this step only until the step ends. If the step is one micro-batch, they can be
+        coded, sent and used by guests under check only during that time.
         """
         if self.ledger.in_pool:
             return False
@@ -580,7 +588,7 @@ class HostProtocol:
         return [] if member is None else self._remove(member, "guest_lost", "lost its connection")
 
     def _stood_still(self, event: inputs.StoodStill, now: float) -> list[Action]:
-        """No guest is blamed for a time in which this host heard nobody."""
+        """This host heard nobody for a while: do not blame guests for it."""
         seconds = event.seconds
         for member in self.members.values():
             member.last_heard = min(now, member.last_heard + seconds)

@@ -1,6 +1,6 @@
-"""Why a guest sits out, or had its lease taken back, in words a person reads: always of what decided it.
+"""Writes for a person why a guest sits out or lost its lease, always with the figures that decided it.
 
-PURE: from what is known of the guest to the end of a sentence that begins with its name.
+PURE. Each function returns the end of a sentence that begins with the guest's name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TOO_LATE = "it was too late"
 def why_not(speed: Speed, step_s: float, *, guessed: bool) -> str:
     """Why a guest has no part in a step that takes the others `step_s`.
 
-    `guessed`: it has delivered nothing yet, so what is known of its link is what its first weights took.
+    `guessed`: it has delivered nothing yet, so its link is known only by the time of its first weights.
     """
     least = speed.least.lease
     what, them = ("one sample", "it") if least == 1 else (f"{least} samples", "them")
@@ -35,9 +35,9 @@ def why_not(speed: Speed, step_s: float, *, guessed: bool) -> str:
 
 
 def why_late(member: Member, lease: OpenLease, *, silent_s: float, now: float) -> tuple[str, str]:
-    """What is known of why a lease was not fulfilled in time: with its figures, and as a clause without.
+    """Why a lease was not fulfilled in time: with figures, and as a clause without them.
 
-    `silent_s`: for how long nothing was heard of the guest, where that decided it.
+    `silent_s`: how long the guest was silent, if that decided it.
     """
     since = seconds_text(now - lease.started)
     if silent_s:
@@ -52,9 +52,9 @@ def why_late(member: Member, lease: OpenLease, *, silent_s: float, now: float) -
 
 
 def why_slower(with_per_s: float, alone_per_s: float) -> str:
-    """The run's samples per second with the guest, and without any."""
+    """The run's samples per second with the guest, and without guests."""
     digits = 0 if min(with_per_s, alone_per_s) >= 100 else 2
-    return f"with it the run does {with_per_s:,.{digits}f} samples/s, without it {alone_per_s:,.{digits}f}"
+    return f"with it the run reaches {with_per_s:,.{digits}f} samples/s, without it {alone_per_s:,.{digits}f}"
 
 
 def kind_of(reason: str) -> str:

@@ -1,13 +1,8 @@
 """The flight recorder: the last few hundred messages and events of a machine, written to a file after a fault.
 
 It keeps the kind, the numbers and the size of each message, and the reason and address of each event of the run's
-log. It never keeps tensors, nor any text of a message but its kind.
-
-    flight-<machine>-<n>.jsonl    first line: whose record, why and when; then one line for each entry:
-    {"t_s": 1.3, "dir": "in", "machine": "laptop", "kind": "grad", "lease": 7, "piece": 9, "bytes": 912, "times": 4}
-
-Equal messages in a row are one entry (`times`, `until_s`; the numbers are those of the last one). Otherwise the
-pieces of one gradient would fill the record.
+log. It never keeps tensors, and no text of a message except its kind. Equal messages in a row are one entry:
+otherwise the pieces of one gradient would fill the record. `spec/flight_record.py` has the lines of the file.
 """
 
 from __future__ import annotations
@@ -26,6 +21,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from msgspec import to_builtins
+
 from potluck.spec.events import (
     GuestLeft,
     GuestLost,
@@ -35,6 +32,7 @@ from potluck.spec.events import (
     RunEvent,
     kind_of,
 )
+from potluck.spec.flight_record import Direction, FlightEntry, FlightHead
 from potluck.spec.messages import Message
 
 ENTRIES = 500
@@ -55,7 +53,7 @@ MOST_MACHINES = 256
 class _Entry:
     began: float
     until: float
-    direction: str
+    direction: Direction
     machine: str
     kind: str
     numbers: dict[str, int]
@@ -64,16 +62,20 @@ class _Entry:
     words: dict[str, str] = field(default_factory=dict)
 
     about: Any = None
-    """Of a message: which lease or version it is about."""
+    """The lease or version that a message is about."""
 
-    def line(self, started: float) -> dict[str, str | int | float]:
-        found: dict[str, str | int | float] = {"t_s": round(self.began - started, 4), "dir": self.direction}
-        found |= {"machine": self.machine, "kind": self.kind, **self.numbers, **self.words}
-        if self.nbytes:
-            found["bytes"] = self.nbytes
-        if self.times > 1:
-            found |= {"times": self.times, "until_s": round(self.until - started, 4)}
-        return found
+    def line(self, started: float) -> FlightEntry:
+        about: dict[str, Any] = {**self.numbers, **self.words}
+        return FlightEntry(
+            t_s=round(self.began - started, 4),
+            dir=self.direction,
+            machine=self.machine,
+            kind=self.kind,
+            bytes=self.nbytes,
+            times=self.times,
+            until_s=round(self.until - started, 4) if self.times > 1 else None,
+            **about,
+        )
 
 
 def _nothing(message: Message) -> tuple[int, ...]:
@@ -91,7 +93,7 @@ def _getter(names: tuple[str, ...]) -> Callable[[Message], tuple[int, ...]]:
 
 @functools.cache
 def _kept(kind: type[Message]) -> tuple[tuple[str, ...], Callable[[Message], Any], Callable[[Message], Any]]:
-    """Which numbers of a kind of message are kept, and how they and what it is about are read."""
+    """Which numbers of a kind of message are kept, and how to read them and its subject."""
     names = tuple(name for name in NUMBERS if name in kind.__struct_fields__)
     return names, _getter(names), _getter(tuple(name for name in ABOUT if name in names))
 
@@ -118,7 +120,7 @@ class Recorder:
         clock: Callable[[], float] = time.monotonic,
         tell: Callable[[Path, str], None] = lambda path, why: None,
     ) -> None:
-        """With `folder` None nothing is written. `tell` is called with each file and why it was written."""
+        """If `folder` is None, nothing is written. `tell` is called with each file and the reason for it."""
         self.name = name
         self.tell = tell
         self.files = 0
@@ -135,7 +137,7 @@ class Recorder:
 
     # -- what happens -----------------------------------------------------------------------------------
 
-    def message(self, direction: str, machine: str, message: Message, nbytes: int) -> None:
+    def message(self, direction: Direction, machine: str, message: Message, nbytes: int) -> None:
         """A message came "in" or went "out"; `machine` is the other one."""
         names, values_of, about_of = _kept(type(message))
         numbers = dict(zip(names, values_of(message)))
@@ -169,8 +171,8 @@ class Recorder:
         if _is_fault(event):
             self.fault(f"{kind} {machine}: {words.get('reason', '')}")
 
-    def note(self, kind: str, machine: str, numbers: Mapping[str, Any], words: Mapping[str, str]) -> None:
-        """Record something other than a message. The words are this machine's own."""
+    def note(self, kind: str, machine: str, numbers: Mapping[str, object], words: Mapping[str, str]) -> None:
+        """Record something other than a message, in this machine's own words."""
         now = self._clock()
         plain = {k: int(v) for k, v in numbers.items() if isinstance(v, int)}
         with self._lock:
@@ -186,7 +188,7 @@ class Recorder:
     def write(self, *, now: bool = False) -> Path | None:
         """Write the record if there was a fault, at most every few seconds unless `now`. Returns its path.
 
-        Errors such as a full disk are ignored: the run is worth more than the record.
+        Errors such as a full disk are ignored, because the run is more important than the record.
         """
         if self._fault is None or self._folder is None:
             return None
@@ -196,14 +198,14 @@ class Recorder:
                 return None
             why, self._fault, self._written = self._fault, None, time_s
             lines = [entry.line(self._started) for entry in self._ring]
-        head = {
-            "flight": self.name,
-            "why": why,
-            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "t_s": round(time_s - self._started, 4),
-            "clock_s": self._started,
-        }
-        text = "".join(json.dumps(line) + "\n" for line in (head, *lines))
+        head = FlightHead(
+            flight=self.name,
+            why=why,
+            at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            t_s=round(time_s - self._started, 4),
+            clock_s=self._started,
+        )
+        text = "".join(json.dumps(to_builtins(line)) + "\n" for line in (head, *lines))
         with contextlib.suppress(OSError):
             path = self._new_file(text)
             self.files += 1

@@ -1,10 +1,10 @@
-"""Whether guests make the run slower: steps with guests compared with steps of the host alone. PURE.
+"""Detects guests that make the run slower, by comparing steps with guests and steps of the host alone. PURE.
 
-The quota counts what a guest brings and what waiting for it costs. It does not see what a guest takes from the
-host's own computing: the cores of a machine that both run on, or the time to code and decode. So whole steps are
-compared, in seconds a sample. The rule, and why it does not blame guests for a host whose own speed changes:
+The quota weighs a guest's samples against the time of waiting for it. It does not include what a guest costs the
+host's own computing: the cores of a shared machine, or the time to code and decode. So whole steps are compared, in
+seconds a sample. The rule, and why it does not blame guests for a host whose own speed changes:
 
-1. Steps with guests seem slower than the last steps without. A guest that sat out for this before goes again.
+1. Steps with guests seem slower than the last steps without. A guest that sat out for this before sits out again.
 2. Otherwise all guests sit out for a few steps: a trial. The steps just before it must be slower than the trial.
 3. The guests come back, and the steps after the trial must be slower than it as well. Then one guest sits out.
 
@@ -26,9 +26,9 @@ WITH_STEPS, WITH_S = 16, 2.0
 TRIAL_STEPS, TRIAL_S = 8, 0.5
 """A trial without guests has at least this many steps and takes at least this long."""
 CLEAR_STEPS, CLEAR_PART = 3, 0.1
-"""A trial ends after so many steps where they are slower by more than this part: then the guests help, clearly."""
+"""A trial ends after this many steps if they are slower by more than this part: then the guests clearly help."""
 SETTLING = 2
-"""Steps after a change that do not count: what was under way before still takes time."""
+"""Steps after a change that do not count, because unfinished work of earlier steps still takes time."""
 MOST_LOST = 16
 """A trial ends without a finding after this many steps that do not count: a guest is joining."""
 KEPT_STEPS = 128
@@ -40,14 +40,14 @@ ROUTINE_S, LONGEST_ROUTINE_S = 60.0, 3600.0
 """After a trial that found nothing, the next one without a cause comes after this long, then twice as long, …"""
 FEWEST_REST_STEPS = 16
 WHOLE = 4.0
-"""The whole weights take about so many times as long as their change: guests need them after a trial."""
+"""The whole weights, which guests need after a trial, take about this many times as long as their change."""
 TRYING = "a short trial without guests: is the run faster alone?"
 
 ALONE, WITH = "alone", "with guests"
 
 
 class StepTimes:
-    """Seconds a sample of the last steps of one kind."""
+    """Seconds per sample in the last steps of one kind."""
 
     def __init__(self, steps: int, seconds: float) -> None:
         self._least = steps, seconds
@@ -64,7 +64,7 @@ class StepTimes:
         return self.count >= self._least[0] and self.seconds >= self._least[1]
 
     def suffice(self) -> None:
-        """Count as known from now on."""
+        """Treat the present figure as known from now on."""
         self._least = self.count, 0.0
 
     @property
@@ -73,7 +73,7 @@ class StepTimes:
 
     @property
     def error_s(self) -> float:
-        """The median's standard error, from the median deviation: outliers do not count."""
+        """The median's standard error, computed from the median deviation so that outliers do not count."""
         middle = median(self._kept)
         return 1.86 * median(abs(each - middle) for each in self._kept) / math.sqrt(len(self._kept))
 
@@ -92,7 +92,7 @@ def _with() -> StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class Slower:
-    """A guest that must sit out, for how many steps, and the run's samples per second with it and without."""
+    """A guest that must sit out, the number of steps, and the run's samples per second with and without it."""
 
     member: Member
     steps: int
@@ -101,7 +101,7 @@ class Slower:
 
 
 class Slowdown:
-    """Takes in every step's time, and says which guest must sit out."""
+    """Collects every step's time, and says which guest must sit out."""
 
     def __init__(self, members: Mapping[str, Member]) -> None:
         self._members = members
@@ -125,7 +125,7 @@ class Slowdown:
         self._routine_s = ROUTINE_S
 
     def begun(self, step: int) -> None:
-        """Say of what kind the step is that has begun: its leases are handed out."""
+        """Record the kind of the step that has begun, after its leases were given out."""
         members = self._members.values()
         kind = ""
         if any(m.state in (JOINING, SYNCING, CHECKING) for m in members):
@@ -166,7 +166,7 @@ class Slowdown:
                 self._look(samples, host_sample_s, here)
 
     def found(self) -> Slower | None:
-        """Which guest must sit out from the step on that begins now; during a trial all do."""
+        """The guest that must sit out from the next step on; during a trial all guests do."""
         if self.trying:
             for member in self._members.values():
                 if member.state in (COMPUTING, LATE):
@@ -194,7 +194,7 @@ class Slowdown:
             self._usual_s, self._lost_s = self._with.sample_s, 0.0
 
     def _last_joined(self, here: Collection[str]) -> Member | None:
-        """Who goes first: guests on this machine, then who joined last."""
+        """The order in which guests sit out: guests on this machine first, then the one that joined last."""
         helping = [m for m in self._members.values() if m.samples and m.state in (COMPUTING, LATE)]
         return max(helping, key=lambda m: (m.id in here, m.joined_at), default=None)
 
@@ -207,7 +207,7 @@ class Slowdown:
         return Slower(member, max(FEWEST_REST_STEPS, int(pause)), 1 / with_s, 1 / alone_s)
 
     def _routine(self, samples: int, host_sample_s: float | None) -> bool:
-        """Whether a trial without a cause is due: it must cost next to nothing."""
+        """Whether a trial without a suspicion is due; it must cost next to nothing."""
         if self._run_s < max(self._routine_at_s, self._next_s):
             return False
         alone_s = max(self._alone.sample_s if self._alone.known else 0.0, host_sample_s or 0.0)
@@ -237,7 +237,7 @@ class Slowdown:
         self.trying, self._tried, self._with = False, None, _with()
 
     def _clear(self, tried: StepTimes) -> bool:
-        """Whether the few steps of a trial tell enough: guests help."""
+        """Whether the few steps of a trial already show that guests help."""
         if tried.count < CLEAR_STEPS or not self._with.known:  # a guest that leaves meanwhile makes it unknown
             return False
         much = tried.sample_s > (1 + CLEAR_PART) * self._with.sample_s

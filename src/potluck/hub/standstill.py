@@ -1,17 +1,17 @@
-"""Whether this machine itself did nothing for a while: asleep, stopped, or overloaded.
+"""Detects that this machine itself stood still for a while: asleep, stopped, or overloaded.
 
-Whoever judges another machine by its silence looks here directly before: a machine that stood still heard nobody.
-Pure: the caller brings the time.
+Code that judges another machine by its silence checks this first, because a machine that stood still heard nobody.
+PURE: the caller passes the time.
 """
 
 from __future__ import annotations
 
 STOOD_STILL_S = 2.0
-"""A thread that looks several times a second and did not for this long was not let."""
+"""A thread that checks several times a second and did not for this long was prevented from running."""
 
 
 class Standstill:
-    """Looked at regularly by one thread, or by several under one lock."""
+    """Checked regularly by one thread, or by several threads under one lock."""
 
     def __init__(self, now: float) -> None:
         self._looked = now
@@ -22,5 +22,6 @@ class Standstill:
         return still_s if still_s > STOOD_STILL_S else 0.0
 
     def ongoing(self, now: float) -> float:
-        """The same for one who does not look regularly: it counts a standstill once, but proves nobody awake."""
+        """The same for a caller that does not check regularly: it counts a standstill once, but does not prove that
+        the machine was awake."""
         return self.seconds(now) if now - self._looked > STOOD_STILL_S else 0.0

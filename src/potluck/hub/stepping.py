@@ -1,6 +1,6 @@
 """One step at a time: who gets how many samples, what the host computes itself, and when it stops waiting.
 
-PURE: times come in as arguments, actions go out.
+PURE: times are arguments, actions are results.
 
 The host never waits longer for a lease than it would take to compute it. When its own samples are done and a lease
 is still out, it waits at most as long as those samples would take it, then takes them back.
@@ -17,7 +17,7 @@ from potluck.balance.leases import Least, Quotas, Speed, lease_sizes, quotas, sp
 from potluck.balance.ledger import Ledger
 from potluck.balance.quota import Estimate, extra_samples
 from potluck.hub.actions import Action, CommonBatch, Emit, Send, SendSamples, StepResult, Take, Wake
-from potluck.hub.ahead import AheadBatch, AheadCount, SendingAhead
+from potluck.hub.ahead import AheadCount, SendingAhead
 from potluck.hub.codec_choice import CodecChoice
 from potluck.hub.feed import PieceState
 from potluck.hub.members import (
@@ -43,14 +43,15 @@ FIRST_TAIL_S = 0.05
 MOST_MICRO_BATCHES = 512
 """The most micro-batches of a lease: all are sent at once, and one header lists them."""
 MOST_EXTRA_BYTES = 256 << 10
-"""Samples beyond a quota are not worth more: they travel in the step that needs the link for its weights."""
+"""The most bytes of samples beyond a quota, because they are sent in the step that needs the link for its
+weights."""
 SILENT_S = 2.5
 """At the end of a step, a guest that was silent for this long is not waited for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lot:
-    """What a step has for one guest."""
+    """What a step gives one guest."""
 
     quota: int
     spare: int
@@ -62,7 +63,7 @@ class Lot:
 
 
 class Stepping:
-    """Hands out the leases of one step after the other."""
+    """Gives out the leases of each step."""
 
     def __init__(
         self,
@@ -100,10 +101,10 @@ class Stepping:
     def begin(
         self, now: float, pieces: Sequence[PieceState], host_keeps: int, head_start_s: float = 0.0
     ) -> list[Action]:
-        """Open the step and hand out the leases.
+        """Open the step and give out its leases.
 
-        `head_start_s`: what guests have beyond the time that the host's own samples take, because its device
-        still has work of the last step; less than nothing where they should be done before the host.
+        `head_start_s`: extra time of the guests, because the host's device still has work of the last step;
+        negative if they should finish before the host.
         """
         self.ledger.open_step()
         self.started, self._out_since = now, None
@@ -158,10 +159,11 @@ class Stepping:
     def lend_newcomer(
         self, member: Member, now: float, pieces: Sequence[PieceState], host_keeps: int
     ) -> list[Action]:
-        """A lease in the middle of the step, for a guest that has just passed its check: of what nobody has yet.
+        """Give a lease in the middle of the step to a guest that has just passed its check, out of the samples in
+        the pool.
 
-        Its next one comes with the next step, which on a slow host may be a minute away. Not in a run's first step:
-        the host's speed is not known, for it may compile the model in it.
+        Otherwise it would wait for the next step, which on a slow host may be a minute away. Not in a run's first
+        step, in which the host's speed is unknown, because it may compile the model.
         """
         seconds, speed = self._host_sample_s.value, member.speed
         if not seconds or speed is None or member.lease is not None or self.slowdown.trying:
@@ -183,13 +185,13 @@ class Stepping:
 
     @property
     def host_sample_s(self) -> float | None:
-        """Seconds that a sample takes the host: over the last steps, or so far in the first one."""
+        """Seconds that the host takes for a sample: over the last steps, or so far in the first step."""
         count, seconds = self._host_now
         return self._host_sample_s.value or (seconds / count if count else None)
 
     @property
     def alone_s(self) -> float | None:
-        """Seconds that the open step would take the host alone, if that is known."""
+        """Seconds that the host alone would take for the open step, if that is known."""
         seconds = self.host_sample_s
         return self.ledger.global_batch * seconds if seconds else None
 
@@ -250,7 +252,7 @@ class Stepping:
         return [] if kind_of(reason) == member.told else self._sits_out(member, reason)
 
     def _without_who_slows(self) -> list[Action]:
-        """Let a guest sit out with which the whole run is slower."""
+        """Let a guest that makes the whole run slower sit out."""
         if (found := self.slowdown.found()) is None:
             return []
         member, reason = found.member, why_slower(found.with_per_s, found.alone_per_s)
@@ -259,7 +261,7 @@ class Stepping:
         return self._sits_out(member, reason, f"; tries again at step {member.rests_until_step + 1}")
 
     def _sits_out(self, member: Member, reason: str, until: str = "") -> list[Action]:
-        """Tell everybody; the guest itself, unless it was told the same before."""
+        """Report it, and tell the guest unless it was told the same before."""
         kind = kind_of(reason)
         note = NoteMessage(text=f"this machine sits out for a while: {reason}{until}")
         news: list[Action] = [] if kind == member.told else [Send(guest=member.id, message=note)]
@@ -268,22 +270,17 @@ class Stepping:
         return [Emit(event=event), *news]
 
     def _lease(self, member: Member, lot: Lot, now: float) -> tuple[int, list[Action]]:
-        """Hand out a lease. Returns also how many samples beyond the quota it has."""
-        most = member.micro_batch * MOST_MICRO_BATCHES
-        quota = min(lot.quota, most)
+        """Give out a lease. Also returns how many samples it has beyond the quota."""
         speed = member.speed
         assert speed is not None
+        quota = min(lot.quota, member.micro_batch * MOST_MICRO_BATCHES)
         anew = lease_sizes(quota, speed)
-        cut: list[tuple[int, AheadBatch | None]] = self.ahead.cut(member, quota, lot.spare, speed)
-        cut = cut or [(size, None) for size in anew]
+        cut = self.ahead.cut(member, quota, lot.spare, speed) or [(size, None) for size in anew]
         quota = sum(size for size, _ in cut)
-        more = max(0, quota - lot.quota)
-        spare = min(lot.spare - more, most - quota)
-        if member.ahead.sample_bytes:
-            spare = min(spare, int(MOST_EXTRA_BYTES / member.ahead.sample_bytes))
-        extra = extra_samples(quota, speed, lot.host_sample_s, lent=lot.lent, spare=spare)
+        extra = self._beyond(member, lot, speed, quota)
         # A micro-batch ends where the quota ends: guests usually stop there.
-        cut += [(size, None) for size in split_evenly(extra, member.micro_batch)]
+        cut = [*cut, *((size, None) for size in split_evenly(extra, member.micro_batch))]
+        more = max(0, quota - lot.quota)
         wanted = [p for size, sent in cut for p in (sent.positions if sent else (None,) * size)]
         used = [sent for _, sent in cut if sent is not None]
         lease = self.ledger.lease(
@@ -334,6 +331,13 @@ class Stepping:
         member.ahead.plan(lease.step, anew)
         return more + extra, [*actions, *first]
 
+    def _beyond(self, member: Member, lot: Lot, speed: Speed, quota: int) -> int:
+        """How many samples to lend beyond this quota."""
+        spare = min(lot.spare - max(0, quota - lot.quota), member.micro_batch * MOST_MICRO_BATCHES - quota)
+        if member.ahead.sample_bytes:
+            spare = min(spare, int(MOST_EXTRA_BYTES / member.ahead.sample_bytes))
+        return extra_samples(quota, speed, lot.host_sample_s, lent=lot.lent, spare=spare)
+
     # -- the host's own work ----------------------------------------------------------------------------
 
     def take(self, count: int, now: float, common: CommonBatch | None = None) -> tuple[Take, list[Action]]:
@@ -353,7 +357,7 @@ class Stepping:
         return Take(wait_until=self._next_deadline(now)), actions
 
     def host_launched(self, positions: Sequence[int], sizes: Sequence[int] | None = None) -> None:
-        """The host's device has these samples: nobody else will compute them. `sizes`: each rank's part."""
+        """The host's device has these samples, so no guest will compute them. `sizes`: each rank's part."""
         self.ledger.host_counts(positions, self.host_name)
         self._computed(self.host_name, sizes or (len(positions),))
 
@@ -365,14 +369,14 @@ class Stepping:
         self._sizes[machine] = (*self._sizes.get(machine, ()), *sizes)
 
     def waited(self, seconds: float) -> None:
-        """The training thread stood idle this long for leases that are out."""
+        """The training thread was idle this long, waiting for leases."""
         self._wait_s += seconds
         for member in self._holding():
             assert member.lease is not None
             member.lease.waited_s += seconds
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """This host itself stood still for these seconds: do not count them against the guests."""
+        """This host itself stood still for these seconds, so they do not count against the guests."""
         if self._out_since is not None:
             self._out_since = min(now, self._out_since + seconds)
         for member in self.members.values():
@@ -387,7 +391,7 @@ class Stepping:
         return [m for m in self.members.values() if m.lease is not None and m.lease.id in self.ledger.leases]
 
     def _deadline(self, member: Member, now: float) -> float:
-        """Until when the host waits for this lease: as long as it would take to compute it."""
+        """The time until which the host waits for this lease: as long as computing it would take."""
         lease = member.lease
         assert lease is not None and self._out_since is not None
         if lease.arrived:
@@ -441,13 +445,13 @@ class Stepping:
         return actions + self._judge(member)
 
     def _judge(self, member: Member) -> list[Action]:
-        """Let a guest sit out that came late too often, or whose help cost more waiting than it brought."""
+        """Let a guest sit out that was late too often, or for which the host waited longer than it saved."""
         if member.state == SITTING_OUT:
             return []  # it was judged when its lease was taken back; its late answer is no second offence
         if len(member.misses) >= LATE_BEFORE_BENCH:
             reason = in_a_row(member.misses)
         elif len(member.gains_s) == GAIN_WINDOW and sum(member.gains_s) < 0:
-            reason = "waiting for it cost more time than it brought"
+            reason = "waiting for it took more time than it saved"
         else:
             return []
         member.rest(self.ledger.step, reason)
@@ -468,7 +472,7 @@ class Stepping:
         return [Wake()] if back else []
 
     def piece(self, member: Member, *, lease: int, index: int, payload: object) -> bool:
-        """Keep a piece of a contribution; whether it belongs to one that may count."""
+        """Keep a piece of a contribution. Returns whether the contribution may count."""
         own = member.lease
         if own is None or own.id != lease or own.revoked or own.arrived:
             return False
@@ -500,9 +504,9 @@ class Stepping:
             member.delivered(count=count, compute_s=compute_s, since_start_s=in_sum_at - own.started)
 
     def drop(self, member: Member, *, reason: str, now: float, late: bool = True) -> list[Action]:
-        """A contribution must not count: its samples go back to the pool, if they are not there yet.
+        """Reject a contribution: its samples go back to the pool, if they are not there yet.
 
-        `late`: it is no better than one that came too late.
+        `late`: treat it like one that came too late.
         """
         own = member.lease
         if own is None:
@@ -520,7 +524,7 @@ class Stepping:
         return actions + ([Wake()] if back else []) + self._judge(member)
 
     def void(self, member: Member) -> tuple[int, list[Action]]:
-        """What this guest computes must not count: its samples go back, and it is told. Returns how many."""
+        """Reject what this guest computes: return its samples to the pool and tell it. Returns how many samples."""
         own = member.lease
         if own is None or own.revoked or own.arrived:
             return 0, []
@@ -569,12 +573,12 @@ class Stepping:
 
 
 def _deserves_trial(member: Member, step_s: float) -> bool:
-    """Whether a guest seems too slow only by a guess: what its first weights took."""
+    """Whether a guest seems too slow only by an estimate from its first weights."""
     speed = member.speed
     least = speed.least.lease if speed is not None else 1
     return speed is not None and not member.leased and speed.sample_s * least < step_s < speed.lease_s(least)
 
 
 def pack_samples(samples: Sequence[int]) -> bytes:
-    """The data set's indices, as a frame: there are too many for a header."""
+    """The data set's indices, in a frame because they may not fit into a header."""
     return struct.pack(f"<{len(samples)}q", *samples)

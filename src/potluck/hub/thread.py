@@ -1,4 +1,4 @@
-"""One thread that does what it is handed, in order: reading samples, comparing, hashing beside the training.
+"""A thread that runs queued calls in order: reading samples, comparing and hashing during training.
 
 A data set may hang and worker processes may be gone: unlike a pool of concurrent.futures, this thread never keeps
 the process from ending.
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class HubThread:
-    """Begins with the first call, ends with `close`. A call must catch what it raises."""
+    """Starts with the first call and ends with `close`. A call must catch its exceptions."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()
@@ -26,7 +26,7 @@ class HubThread:
         self._calls.put((call, arguments))
 
     def close(self) -> None:
-        """What waits is not done any more; what is being done is not waited for."""
+        """Cancel the queued calls. Does not wait for the current one."""
         self._closed = True
         self._calls.put(None)
 

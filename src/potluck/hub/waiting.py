@@ -1,7 +1,8 @@
-"""Before the training begins: guests that come while the host's script prepares are told to wait, and for what.
+"""Tells guests that connect before the training begins to wait, and for what.
 
-Owns the host's socket until the hub takes it over, and the hellos that came meanwhile. It decides nothing about
-guests: the hub hears every hello as if it had just come. Where no training ever begins, the guests are told that.
+Owns the host's socket until the hub takes it over, and the hellos that arrived before that. It decides nothing
+about guests: the hub gets every hello as if it had just arrived. If no training ever begins, the guests are told
+that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from potluck.wire.frames import FROM_GUEST, MalformedError, VersionError, pack
 from potluck.wire.transport import HostSocket
 
 SAY_AFTER_S = 60.0
-"""A script that has not reached its loop by then may never: the person at the host is told."""
+"""If the script has not reached its loop by then, the person at the host gets a warning."""
 HEARTBEAT_S = 1.0
 MOST_WAITING = 256
 LARGEST_HELLO_BYTES = 1 << 16
@@ -27,7 +28,7 @@ Early = tuple[bytes, list[Any]]
 
 
 class WaitingRoom:
-    """Open from `start` until `hand_over` or `close`; a thread of its own answers."""
+    """Open from `start` until `hand_over` or `close`; its own thread answers guests."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class WaitingRoom:
         emit: Callable[[RunEvent], None],
         say_after_s: float = SAY_AFTER_S,
     ) -> None:
-        """`what` is the name of the script that prepares."""
+        """`what` is the name of the script."""
         self._socket, self._what, self._emit = socket, what, emit
         self._say_after_s = say_after_s
         self._waiting: dict[bytes, list[Any]] = {}
@@ -48,13 +49,13 @@ class WaitingRoom:
         self._thread.start()
 
     def hand_over(self) -> list[Early]:
-        """The training begins: what waits, for the hub. From here on the socket is the caller's."""
+        """The training begins: return the waiting hellos for the hub. From here on the caller owns the socket."""
         self._end()
         waiting, self._waiting = list(self._waiting.items()), {}
         return waiting
 
     def close(self, reason: str) -> None:
-        """No training will begin: tell those who wait. Does nothing after `hand_over`."""
+        """No training will begin: tell the waiting guests. Does nothing after `hand_over`."""
         for peer, _ in self.hand_over():
             self._send(peer, ByeMessage(reason=reason))
 

@@ -1,10 +1,10 @@
-"""Lightning's Trainer on Potluck: it trains as ever, and guests compute parts of each step.
+"""Lightning's Trainer on Potluck: it trains as usual, and guests compute parts of each step.
 
     import potluck.integrations.lightning               # makes the name known
     trainer = Trainer(strategy="potluck")               # or strategy=PotluckStrategy(run=…)
 
-Owns the strategy. The Trainer's loader reads the samples of a step, Potluck shares them out, and the Trainer clips,
-updates, schedules, logs, validates and saves.
+Owns the strategy. The Trainer's loader reads the samples of a step, Potluck distributes them, and the Trainer
+clips, updates, schedules, logs, validates and saves.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from potluck.train.step import Step
 
 NAME = "potluck"
 TREES = ("lightning.pytorch", "pytorch_lightning")
-"""Lightning is published twice, with classes of its own in each; a script uses one of them."""
-ONE_DEVICE = "say devices=1, num_nodes=1: each other device or machine joins as a guest, with a process of its own"
+"""Lightning is published as two packages with different classes; a script uses one of them."""
+ONE_DEVICE = "use devices=1, num_nodes=1: every other device or machine joins as a guest, with its own process"
 ONE_LOADER = "give one torch DataLoader that makes batches of single samples: Potluck shares them out"
 
 _Base: Any = object
@@ -46,7 +46,7 @@ class _Shared(_Base):  # type: ignore[misc]
     tree = ""
 
     def __init__(self, run: Run | None = None, **keywords: Any) -> None:
-        """`run` is what `potluck.start(host=True)` returned, where the script hosts by itself."""
+        """`run` is the result of `potluck.start(host=True)`, if the script hosts by itself."""
         self._run = start() if run is None else run
         super().__init__(device=self._run.device, **keywords)
         self._steps: Any = None
@@ -87,7 +87,7 @@ class _Shared(_Base):  # type: ignore[misc]
         super().setup(trainer)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """For training: the same loader, which gives samples as they are."""
+        """For training: the same loader, which then returns single samples."""
         if not self.lightning_module.trainer.training:
             return dataloader
         if not isinstance(dataloader, DataLoader) or dataloader.batch_sampler is None:
@@ -104,7 +104,8 @@ class _Shared(_Base):  # type: ignore[misc]
             raise Interrupted
 
     def training_step(self, *given: Any, **keywords: Any) -> Any:
-        """The whole step with its last batch. Its gradients are put aside: Lightning clears them after this."""
+        """Run the whole step with its last batch. Its gradients are put aside, because Lightning clears them after
+        this."""
         part, *rest = given
         trainer = self.lightning_module.trainer
         if not isinstance(part, Samples):
@@ -188,7 +189,7 @@ class _Shared(_Base):  # type: ignore[misc]
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lightning would end an interrupted script here, with a status of its own: Potluck does it later."""
+        """Lightning would end an interrupted script here, with its own exit status. Potluck ends it later."""
         if self._run.is_guest:
             raise exception
         self._steps = None
@@ -203,7 +204,7 @@ class _Shared(_Base):  # type: ignore[misc]
 
 
 def refuse(trainer: Any, own: torch.device, overridden: Callable[[str, Any], bool]) -> None:
-    """Other ways to use several devices, and what a step made of several machines' parts cannot do."""
+    """Refuse other ways to use several devices, and features that a step on several machines cannot have."""
     module, given = trainer.lightning_module, trainer._accelerator_connector
     hooks = [each for each in (module, trainer.datamodule) if each is not None]
     nodes, count, device = given._num_nodes_flag, len(given._parallel_devices), given._parallel_devices[0]
@@ -231,7 +232,7 @@ def _step_of(trainer: Any) -> int | None:
 
 
 def _nothing(*given: Any, **keywords: Any) -> None:
-    """In the place of what only the host does."""
+    """Replaces methods that only the host needs."""
 
 
 def _registered(tree: str) -> type[Any]:

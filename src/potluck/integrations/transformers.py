@@ -1,9 +1,9 @@
-"""The Hugging Face Trainer on Potluck: the Trainer trains as ever, and guests compute parts of each step.
+"""The Hugging Face Trainer on Potluck: the Trainer trains as usual, and guests compute parts of each step.
 
     from potluck.integrations.transformers import Trainer       # instead of transformers' own
     SFTTrainer = potluck_trainer(trl.SFTTrainer)                # any other subclass of it
 
-Owns which of the Trainer's methods are replaced. Its loader reads the samples of a step, Potluck shares them out,
+Owns which of the Trainer's methods are replaced. Its loader reads the samples of a step, Potluck distributes them,
 and the Trainer clips, updates, schedules, logs, evaluates and saves.
 """
 
@@ -35,19 +35,19 @@ except ImportError as missing:
         f"the Hugging Face Trainer cannot be imported: {missing}", hint="pip install -e '.[transformers]'"
     ) from missing
 
-ONE_PROCESS = "start it with potluck host, one process a machine; each machine that helps joins as a guest"
+ONE_PROCESS = "start it with potluck host, one process per machine; each machine that helps joins as a guest"
 
 
 class Trainer(PlainTrainer):  # type: ignore[misc]
     """The Trainer whose steps are computed by all machines of a run.
 
-    A step is `per_device_train_batch_size` × `gradient_accumulation_steps` samples, whoever computes them.
+    A step has `per_device_train_batch_size` × `gradient_accumulation_steps` samples, over all machines.
     """
 
     def __init__(self, *given: Any, run: Run | None = None, **keywords: Any) -> None:
-        """What the Trainer takes. `train_dataset` may be a function that returns it: guests do not call it.
+        """The Trainer's arguments. `train_dataset` may be a function that returns it: guests do not call it.
 
-        `run` is what `potluck.start(host=True)` returned, where the script hosts by itself.
+        `run` is the result of `potluck.start(host=True)`, if the script hosts by itself.
         """
         refuse_trainer(type(self))
         self._run = start() if run is None else run
@@ -111,7 +111,7 @@ class Trainer(PlainTrainer):  # type: ignore[misc]
         return output
 
     def get_train_dataloader(self) -> Any:
-        """The Trainer's own loader, which gives samples as they are. It comes first in a training."""
+        """The Trainer's own loader, which returns single samples. The Trainer calls this first in a training."""
         if self._run.is_guest:
             self._help()
         config = self.accelerator.dataloader_config
@@ -132,7 +132,7 @@ class Trainer(PlainTrainer):  # type: ignore[misc]
         return list(self._coming), None
 
     def training_step(self, model: Any, inputs: Any, *given: Any, **keywords: Any) -> torch.Tensor:
-        """The whole step with its last batch: this machine's part of it, and the others' gradients are added."""
+        """Run the whole step with its last batch: compute this machine's part, and add the others' gradients."""
         self._flos = 0.0
         if inputs is not self._coming[-1]:
             return torch.zeros((), device=self.args.device)
@@ -210,7 +210,8 @@ def potluck_trainer(base: type[Any]) -> type[Any]:
 
 
 def refuse_trainer(base: type[Any]) -> None:
-    """Guests have the weights of a step only while it lasts, and are sent samples that are complete."""
+    """Refuse methods that guests cannot share: they have the weights only during a step, and need complete
+    samples."""
     above = itertools.takewhile(lambda each: each is not PlainTrainer, base.__mro__)
     if any("generate" in name for each in above for name in vars(each)):
         raise LoopError(
@@ -220,7 +221,7 @@ def refuse_trainer(base: type[Any]) -> None:
 
 
 def refuse_arguments(args: Any) -> None:
-    """Other ways to use several devices, and what changes a step while it is computed."""
+    """Refuse other ways to use several devices, and options that change a step while it is computed."""
     whole = "take it out: every machine holds the whole model"
     refused = (
         (args.fsdp, "FSDP", whole),
@@ -243,7 +244,7 @@ def refuse_arguments(args: Any) -> None:
 
 
 def refuse_accelerator(accelerator: Any) -> None:
-    """The same where it was set by Accelerate's own configuration."""
+    """The same for settings in Accelerate's own configuration."""
     kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
     if kind != "NO":
         raise ConfigError(f"Accelerate was set up for {kind}, which Potluck's Trainer cannot use", hint=ONE_PROCESS)

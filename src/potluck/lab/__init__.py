@@ -1,1 +1,1 @@
-"""Emulates a fleet on one Linux box: machines and links, and commands that run on them."""
+"""Emulates a fleet on one Linux machine: machines, links, and commands that run on them."""

@@ -12,10 +12,10 @@ from potluck.lab.shaping import Fault
 
 
 class Box(Protocol):
-    """A rig that is up. Leaving the `with` block takes it down and ends what still runs on it."""
+    """A running rig. Leaving the `with` block takes it down and ends everything that still runs on it."""
 
     kind: str
-    """For people: "network namespaces" or "loopback"."""
+    """A description: "network namespaces" or "loopback"."""
     peers_connect: bool
     """Whether any two machines can connect to each other directly (torch.distributed needs it)."""
 
@@ -40,11 +40,11 @@ class Box(Protocol):
         """Bytes that have crossed the machine's own link so far: (sent, received)."""
 
     def token_file(self, machine: str, host_token: Path) -> Path:
-        """The token with which this machine reaches the host: the host's own, or one that leads through a proxy."""
+        """The token with which this machine reaches the host: the host's own, or one for a proxy."""
 
     def add_faults(self, machine: str, faults: Sequence[Fault]) -> None:
         """Put faults on a guest's link, their times counted from now.
 
-        They strike what goes by a token that `token_file` gave. Where the kernel shapes the links, the box must
-        have been made with `detours`.
+        They affect connections with a token from `token_file`. Where the kernel shapes the links, the box must have
+        been made with `detours`.
         """

@@ -12,8 +12,8 @@ from potluck.errors import ConfigError
 
 
 def text_of(package: str, names: Sequence[str], name: str, *, unknown: str, several: str) -> str | None:
-    """The text of the package's file of this name; None where it is a path. Neither: an error that begins with
-    `unknown` and lists what there is as `several`."""
+    """The text of the package's file of this name; None if it is a path. Otherwise an error that begins with
+    `unknown` and lists the existing ones as `several`."""
     if name in names:
         return resources.files(package).joinpath(f"{name}.toml").read_text(encoding="utf-8")
     if name.endswith(".toml") or "/" in name or os.sep in name or Path(name).is_file():

@@ -43,11 +43,11 @@ TIMEOUT = timedelta(minutes=10)
 
 
 class Timed:
-    """A device's micro-batch that ends with the last gradient, not when backward() returns.
+    """Ends a device's micro-batch with the last gradient, not when backward() returns.
 
-    The last backward of a step returns when DDP has exchanged the gradients, and waiting for that is no computing.
-    The hook here runs before DDP's own of the same gradient (theirs follow the whole accumulation), so that no
-    bucket leaves before a paced device could have filled it: make it after `device.attach`.
+    The last backward of a step returns when DDP has exchanged the gradients, and waiting for that does not count as
+    computing. The hook here runs before DDP's own of the same gradient (theirs follow the whole accumulation), so
+    that no bucket leaves before a paced device could have filled it: make it after `device.attach`.
     """
 
     def __init__(self, device: Device, trained: Sequence[nn.Parameter]) -> None:
@@ -61,7 +61,7 @@ class Timed:
         self._device.begin(samples)
 
     def after_backward(self) -> None:
-        """For a model of which a part had no gradient."""
+        """Needed for a model with a part that had no gradient."""
         if self._left:
             self._left = 0
             self._device.end()
@@ -93,7 +93,7 @@ class Worker:
         self._model = self._recipe.model(self._config).to(self._device.torch_device)
         self._trained = [p for p in self._model.parameters() if p.requires_grad]
         self.step = 0
-        """The step under way, counted from 1; 0 before the first."""
+        """The current step, counted from 1; 0 before the first."""
 
     def run(self) -> None:
         """Meet the others, train, and leave together."""
@@ -192,13 +192,13 @@ def work(spec: WorkerSpec, rank: int) -> None:
 
 
 def _first_sentence(text: str) -> str:
-    """The message of torch without the source file that gloo puts before it."""
+    """torch's message without the source file that gloo puts before it."""
     line = next(iter(text.strip().splitlines()), "no reason was given")
     return re.sub(r"^\[[^]]*\] ", "", line).split(". ")[0].rstrip(".")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Returns the exit status, having said on stderr what went wrong."""
+    """Prints failures on stderr and returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m potluck.lab.ddp_worker", description="One rank of DDP.")
     parser.add_argument("--spec", type=Path, required=True, help="a JSON file that the bench has written")
     parser.add_argument("--rank", type=int, required=True, help="which of its machines this is, from 0")

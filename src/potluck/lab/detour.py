@@ -1,4 +1,4 @@
-"""Proxies on emulated machines through which tokens lead, so that links can have planned faults.
+"""Proxies on emulated machines, for which tokens are issued, so that links can have planned faults.
 
 The kernel shapes the links; these proxies only inject faults.
 """
@@ -27,15 +27,15 @@ PREFIX = "potluck-detour-"
 WRITTEN_S = 2.0
 """Time for a host to finish writing its token file."""
 HEADROOM = 1.25
-"""A proxy takes bytes at its link's rate and a bit: without a rate, it would swallow seconds of a thin link's time,
-and what a guest has sent would seem delivered."""
+"""A proxy accepts bytes at slightly more than its link's rate. Without a rate, it would buffer seconds of a slow
+link's data, and a guest's data would seem delivered."""
 
 
 class Detours:
-    """One proxy on each guest that has asked for a token."""
+    """One proxy on each guest that requested a token."""
 
     def __init__(self, entering: Callable[[str, Sequence[str]], list[str]]) -> None:
-        """`entering` makes a command one that runs on a machine."""
+        """`entering` turns a command into one that runs on a machine."""
         self._entering = entering
         self._proxies: dict[str, ProxyProcess] = {}
         self._ports: dict[tuple[str, str, int], int] = {}
@@ -84,7 +84,7 @@ def remove_leftovers(prefix: str) -> None:
 
 
 def read_token(path: Path) -> Token:
-    """A host's token, from the file that it may be writing just now."""
+    """A host's token, from a file that it may still be writing."""
     deadline = time.monotonic() + WRITTEN_S
     while True:
         try:

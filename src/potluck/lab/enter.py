@@ -2,7 +2,7 @@
 
     python enter.py PID PARENT SIGNAL CGROUP -- COMMAND...
 
-Imports nothing of Potluck, so that it starts at once, in any environment.
+Imports nothing of Potluck, so that it starts immediately, in any environment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HELD_BACK = frozenset(
 NOT_ENTERED = 125
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
-"""As `env`, `nice` and shells end when they could not run what they were told to."""
+"""The exit statuses of `env`, `nice` and shells if they cannot run a command."""
 
 
 def call(name: str, *arguments: int) -> None:
@@ -46,7 +46,7 @@ def join_namespaces(pid: int) -> None:
 
 
 def die_with(parent: int, number: int) -> None:
-    """Have the kernel send this process a signal when its parent is gone, which it may be already.
+    """Let the kernel send this process a signal when its parent ends, which may already have happened.
 
     A change of credentials, so also of the user namespace, undoes it: it comes after that. It is the parent's
     thread that counts: a process dies with the thread that started it.

@@ -41,12 +41,12 @@ class Flow:
         self.connections: set[Connection] = set()
         self.buffered_bytes = 0
         self.hungry: deque[Pipe] = deque()
-        """Pipes whose source has something, in the order of their turns."""
+        """Pipes whose source has data, in the order of their turns."""
         self.loaded: dict[Pipe, None] = {}
-        """Pipes that have something on its way."""
+        """Pipes with data in transit."""
 
     def turn(self, now: float) -> float:
-        """Do what can be done now. Returns when there will be more to do."""
+        """Do all work that is possible now. Returns the time of the next work."""
         wake_at = math.inf
         for connection in [c for c in self.connections if c.waits]:
             wake_at = min(wake_at, connection.connect(now))
@@ -56,7 +56,7 @@ class Flow:
         return wake_at
 
     def _read(self, now: float) -> float:
-        """Give each waiting pipe a turn. Returns when the next one can have its own."""
+        """Give each waiting pipe a turn. Returns the time of the next turn."""
         wake_at = math.inf
         waiting: list[Pipe] = []
         served: list[Pipe] = []
@@ -91,7 +91,7 @@ class Flow:
 
 
 class End:
-    """One socket, and what the selector shall tell of it: each thing once, until it is wanted again."""
+    """One socket, and the events that the selector reports for it: each once, until it is requested again."""
 
     def __init__(self, selector: selectors.BaseSelector, member: socket.socket) -> None:
         self.socket = member
@@ -128,13 +128,13 @@ class End:
 
 
 class Connection:
-    """Whoever connected, the target, and a pipe for each direction."""
+    """The client, the target, and a pipe for each direction."""
 
     def __init__(self, flow: Flow, link: Link, accepted: socket.socket, target: tuple[str, int]) -> None:
         self.flow = flow
         self.link = link
         self.waits = True
-        """The target is still to be connected: not while the link is cut."""
+        """The target is not connected yet, because the link is cut."""
         self._target = target
         self._near = End(flow.selector, accepted)
         self._far = End(flow.selector, socket.socket(socket.AF_INET, socket.SOCK_STREAM))
@@ -144,7 +144,7 @@ class Connection:
         )
 
     def connect(self, now: float) -> float:
-        """Begin to connect, unless the link is cut; then, when it will not be any more."""
+        """Begin to connect. If the link is cut, connect when it no longer is."""
         held_until = max(policy.held_until(now) for policy in self.link.policies.values())
         if held_until > now:
             return held_until
@@ -164,7 +164,7 @@ class Connection:
             pipe.begin()
 
     def broken(self, end: End, now: float) -> None:
-        """An end has failed: what it had sent still arrives, and then the news of it."""
+        """An end has failed: deliver its data first, and then its failure."""
         for pipe in self._pipes:
             if pipe.source is end:
                 pipe.source_broke(now)
@@ -229,7 +229,7 @@ class Pipe:
         return not full and self._flow.buffered_bytes < MOST_BUFFERED_BYTES
 
     def read(self, now: float) -> bool:
-        """Take a chunk from the source; whether there is likely more."""
+        """Take a chunk from the source. Returns whether there is probably more."""
         quantum = self.policy.quantum_bytes(now)
         try:
             chunk = self.source.socket.recv(quantum)
@@ -269,7 +269,7 @@ class Pipe:
             self._become_hungry()
 
     def _append_end(self, marker: bytes | None, due: float) -> None:
-        """Tell the sink, after all data, that no more comes."""
+        """Close the sink's direction after all data."""
         if self._vanishes or self.finished:
             self.finished = True
             self._connection.close_if_over()
@@ -292,7 +292,7 @@ class Pipe:
         self._flow.loaded.pop(self, None)
 
     def write(self, now: float) -> float:
-        """Deliver what is due; when the next chunk will be, as far as that is a matter of time."""
+        """Deliver chunks that are due. Returns when the next one will be due, if that depends on time."""
         wake_at = math.inf
         while self._chunks and not self._blocked:
             due, chunk = self._chunks[0]
@@ -332,7 +332,7 @@ class Pipe:
 
 
 def prepare(member: socket.socket) -> None:
-    """Small chunks leave at once, in segments as an Ethernet has them, where the system can."""
+    """Send small chunks immediately, in segments of Ethernet's size, if the system can."""
     with contextlib.suppress(OSError):  # macOS says so of a connection that is gone again
         member.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError, AttributeError):  # Windows has no such option

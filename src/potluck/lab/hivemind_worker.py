@@ -67,7 +67,7 @@ def _dht(orders: Orders, board: Board) -> Any:
 
     dht = hivemind.DHT(
         host_maddrs=[f"/ip4/{orders.address}/tcp/0"],
-        initial_peers=None if orders.is_host else board.wait("peers", START_S, HOST_RANK),
+        initial_peers=None if orders.is_host else board.wait("peers", list[str], START_S, HOST_RANK),
         nat_port_map=False,
         auto_nat=False,
         use_relay=False,
@@ -115,7 +115,7 @@ def _optimizer(orders: Orders, training: PeerTraining, dht: Any) -> Any:
 
 
 class _Peer:
-    """The loop of one peer, and what it gave to each step."""
+    """The loop of one peer, and its part of each step."""
 
     def __init__(self, orders: Orders, training: PeerTraining, optimizer: Any, names: dict[str, str]) -> None:
         self._orders, self._training, self._optimizer, self._names = orders, training, optimizer, names
@@ -144,7 +144,8 @@ class _Peer:
         self._optimizer.step(batch_size=self._size)
 
     def _part(self) -> StepPart:
-        """What this peer gave to the step that has just ended, and with whom its gradient was averaged."""
+        """Record this peer's part of the step that has just ended, and the peers with which its gradient was
+        averaged."""
         control = self._optimizer.scheduled_grads
         group: tuple[str, ...] = ()
         if control is not None and control is not self._used and control.done() and control.exception() is None:
@@ -172,7 +173,7 @@ def seconds_per_sample(device: str) -> float | None:
 
 
 def _leave(number: int, frame: object) -> NoReturn:
-    """Leave by way of the clean-up: the background processes would outlive a plain SIGTERM."""
+    """Leave through the clean-up, because the background processes would outlive a plain SIGTERM."""
     sys.exit(128 + number)
 
 

@@ -82,7 +82,7 @@ class LoopbackBox:
     def start(
         self, machine: str, command: Sequence[str], *, env: Mapping[str, str], log: Path
     ) -> subprocess.Popen[bytes]:
-        """Start a command, with just this environment, in a session of its own; its output is added to `log`."""
+        """Start a command, with exactly this environment, in its own session; its output is appended to `log`."""
         self._rig.machine(machine)
         if self._warden.poll() is not None:
             raise PotluckError("the process that would end the rig's commands is gone", hint="start the rig anew")
@@ -108,7 +108,7 @@ class LoopbackBox:
         return process
 
     def traffic(self, machine: str) -> tuple[int, int]:
-        """What crossed the machine's proxy, without the headers of packets; the host's is that of all guests."""
+        """Bytes that crossed the machine's proxy, without packet headers; for the host, the sum of all guests."""
         if self._rig.machine(machine).role != HOST:
             return self._proxy.traffic(machine)
         up, down = zip(*(self._proxy.traffic(name) for name in self._links)) if self._links else ((), ())
@@ -138,7 +138,7 @@ class LoopbackBox:
                 process.wait(max(0.0, deadline - time.monotonic()))
 
     def _dismiss_warden(self) -> None:
-        """Have the warden kill the processes that are left, and reap them."""
+        """Let the warden kill the remaining processes, and reap them."""
         assert self._warden.stdin is not None
         self._warden.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -154,7 +154,7 @@ class LoopbackBox:
 
 
 def link_of(machine: Machine) -> LinkSpec:
-    """A machine's own link as the proxy takes it."""
+    """A machine's own link, as the proxy's parameters."""
     down, up = (None if mbit is None else mbit * 1e6 / 8 for mbit in (machine.link_mbit, machine.link_up_mbit))
     return LinkSpec(
         name=machine.name, rate_bytes_per_s=down, up_rate_bytes_per_s=up, latency_s=machine.latency_ms / 1e3

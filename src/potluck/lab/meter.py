@@ -15,7 +15,7 @@ from potluck.spec.outcome import Interval
 
 EVERY_S = 0.025
 LEAST_BYTES = 1_500
-"""Less than this in one look (0.5 Mbit/s) is heartbeats and acknowledgements, no transfer."""
+"""Less than this in one reading (0.5 Mbit/s) is heartbeats and acknowledgements, not a transfer."""
 LEAST_PART = 0.1
 """Share of the bytes of the other direction that counts as acknowledgements, not as a transfer."""
 

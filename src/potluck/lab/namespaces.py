@@ -1,6 +1,6 @@
 """A rig emulated with network namespaces: one for each machine, and one for the switch between them.
 
-Brings a rig up, shares it, takes it down, and starts commands on its machines. `network.py` describes the network.
+Brings a rig up, shares it, takes it down, and starts commands on its machines. `topology.py` describes the network.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from potluck import checked
 from potluck.errors import UserError
 from potluck.lab import enter, permission, rigs_up
 from potluck.lab.box import Box
-from potluck.lab.network import needs_netem, wiring
 from potluck.lab.shaping import Fault
 from potluck.lab.supervisor import Request, SupervisorAnswer
+from potluck.lab.topology import needs_netem, wiring
 from potluck.spec.rig import HOST, Rig
 
 if TYPE_CHECKING:
@@ -96,10 +96,10 @@ class NamespaceBox(Box):
     def start(
         self, machine: str, command: Sequence[str], *, env: Mapping[str, str], log: Path
     ) -> subprocess.Popen[bytes]:
-        """Start a command with exactly this environment; what it says is added to `log`.
+        """Start a command with exactly this environment; its output is appended to `log`.
 
-        It is in a session of its own, so that Ctrl-C is for this process alone. It dies with the thread that
-        calls this, even by kill -9: call it from one that stays.
+        It has its own session, so that Ctrl-C reaches this process alone. It dies with the calling thread, even by
+        kill -9, so call it from a thread that stays.
         """
         with open(log, "ab") as file:
             process = subprocess.Popen(
@@ -116,7 +116,7 @@ class NamespaceBox(Box):
     def run(
         self, machine: str, command: Sequence[str], *, env: Mapping[str, str], files: Sequence[int] = ()
     ) -> int:
-        """Run a command in the foreground, on this terminal; its exit status, as a shell counts it.
+        """Run a command in the foreground, on this terminal. Returns its exit status, as a shell reports it.
 
         `files`: open ones that it inherits.
         """
@@ -167,7 +167,7 @@ class NamespaceBox(Box):
         self._detours.add_faults(self._rig.machine(machine), faults)
 
     def _make_id(self) -> str:
-        """The name of its files: a shared one's follows from what is emulated, and where processes' ids hold."""
+        """The name of its files. For a shared rig it follows from what is emulated, and from the PID namespace."""
         name = "".join(c if c.isascii() and c.isalnum() else "-" for c in self._rig.name)[:_MOST_NAME]
         if not self._shared:
             return f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -177,7 +177,7 @@ class NamespaceBox(Box):
         return f"{name}-{hashlib.sha256(content).hexdigest()[:12]}"
 
     def _join(self, folder: Path) -> bool:
-        """Use the rig that is up, if there is one."""
+        """Use the running rig, if there is one."""
         path = rigs_up.lock_path(folder, self._id)
         deadline = time.monotonic() + DOWN_S
         while (found := rigs_up.read(folder, self._id)) is not None and not found.supervisor.gone:
@@ -227,7 +227,7 @@ class NamespaceBox(Box):
             raise
 
     def _leave(self) -> None:
-        """Stop using the rig. A shared one ends by itself when nobody is left; ours ends now."""
+        """Stop using the rig. A shared one ends by itself when it has no users; ours ends now."""
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
@@ -252,7 +252,7 @@ class NamespaceBox(Box):
         )
 
     def _for_a_proxy(self, machine: str, command: Sequence[str]) -> list[str]:
-        """In the machine's namespace, but not at the cost of its CPU limit."""
+        """Run in the machine's namespace, but outside its CPU limit."""
         return self._entering(machine, command, signal.SIGKILL, limited=False)
 
     def _entering(
@@ -295,7 +295,7 @@ def _ask(supervisor: subprocess.Popen[bytes], request: Request) -> rigs_up.State
 
 
 def _end_supervisor(supervisor: subprocess.Popen[bytes]) -> None:
-    """It ends what runs on its machines first."""
+    """It first ends everything that runs on its machines."""
     for pipe in (supervisor.stdin, supervisor.stdout):
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):

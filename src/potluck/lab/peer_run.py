@@ -1,25 +1,27 @@
-"""What the workers of all peer strategies share: orders, training, a board for notes, and the record of steps."""
+"""The common parts of all peer strategies' workers: orders, training, a board for notes, and the record of
+steps."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from potluck.balance.ledger import EpochSteps
-from potluck.checked import Natural, as_kind, build
+from potluck.bounds import Finite, Many, Natural, Text
+from potluck.checked import build, decode
 from potluck.device import pick
 from potluck.errors import GuestsMissingError, HostGoneError, PotluckError
 from potluck.lab.worker_spec import RankSpec, WorkerSpec, WorkerStep, read_spec
@@ -38,7 +40,7 @@ POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """What one worker is told: the spec that all read, and which of its machines this is."""
+    """A worker's orders: the common spec, and which of its machines this is."""
 
     spec: WorkerSpec
     rank: int
@@ -113,6 +115,19 @@ class PeerTraining:
             nn.utils.clip_grad_norm_(trained, self.config.clip_norm)
 
 
+class StepPart(Struct, frozen=True, kw_only=True):
+    """One machine's part of one step."""
+
+    samples: Natural
+    loss_sum: Finite
+    group: Many[Text]
+    """The machines with which its gradient was averaged."""
+
+
+Note = bool | str | list[str] | StepPart
+N = TypeVar("N", bool, str, list[str], StepPart)
+
+
 class Board:
     """A board for notes between machines, held by the host. It costs a few bytes per step on the link."""
 
@@ -126,58 +141,50 @@ class Board:
             timeout=timedelta(seconds=START_S),
         )
 
-    def put(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: Note) -> None:
         try:
-            self._store.set(key, json.dumps(value))
+            self._store.set(key, msgspec.json.encode(value).decode())
         except RuntimeError as error:
             raise self._gone() from error
 
-    def look(self, key: str) -> Any | None:
+    def look(self, key: str, kind: type[N]) -> N | None:
         """The note if it is there."""
         try:
-            return json.loads(self._store.get(key)) if self._store.check([key]) else None
+            return decode(self._store.get(key), kind) if self._store.check([key]) else None
         except RuntimeError as error:
             raise self._gone() from error
 
-    def wait(self, key: str, seconds: float, who: int) -> Any:
+    def wait(self, key: str, kind: type[N], seconds: float, who: int) -> N:
         """The note of rank `who`, which must come within `seconds`."""
         deadline = time.monotonic() + seconds
-        while (value := self.look(key)) is None:
+        while (value := self.look(key, kind)) is None:
             if time.monotonic() > deadline:
                 name = self._orders.spec.members[who].name
-                raise GuestsMissingError(f"{name} did not come to {key} within {seconds:.0f} s", machine=name)
+                raise GuestsMissingError(f"{name} did not reach {key} within {seconds:.0f} s", machine=name)
             time.sleep(POLL_S)
         return value
 
-    def gather(self, name: str, value: Any) -> list[Any]:
-        """What every rank says under a name, once all have."""
+    def gather(self, name: str, value: N) -> list[N]:
+        """Every rank's note under a name, once all have written it."""
         self.put(f"{name}/{self._orders.rank}", value)
-        return [self.wait(f"{name}/{who}", START_S, who) for who in range(self._orders.world)]
+        return [self.wait(f"{name}/{who}", type(value), START_S, who) for who in range(self._orders.world)]
 
     def leave(self) -> None:
-        """Sign off; the host waits until all have, since the board ends with it."""
+        """Sign off. The host waits until all have, because the board ends with it."""
         self.put(f"goodbye/{self._orders.rank}", True)
         if self._orders.is_host:
             for who in range(self._orders.world):
-                self.wait(f"goodbye/{who}", STEP_LIMIT_S, who)
+                self.wait(f"goodbye/{who}", bool, STEP_LIMIT_S, who)
 
     def _gone(self) -> PotluckError:
         host = self._orders.spec.members[HOST_RANK].name
         return HostGoneError(f"{host} cannot be reached any more", machine=self._orders.me.name)
 
 
-class StepPart(Struct, frozen=True, kw_only=True):
-    """What one machine gave to one step."""
-
-    samples: Natural
-    loss_sum: float
-    group: tuple[str, ...]
-    """The machines with which its gradient was averaged."""
-
-
 @dataclass(slots=True)
 class StepRecord:
-    """What machines gave to each step: guests tell the host, and the host writes a row once it knows of all."""
+    """Records each machine's part of each step: guests report to the host, which writes a row once it has all
+    reports."""
 
     orders: Orders
     board: Board
@@ -185,16 +192,16 @@ class StepRecord:
     _waiting: list[tuple[int, float, float, StepPart]] = field(default_factory=list)
 
     def ended(self, step: int, part: StepPart) -> None:
-        """A step (counted from 1) ended just now; what this machine gave to it."""
+        """Record that a step (counted from 1) has just ended, with this machine's part."""
         if not self.orders.is_host:
-            self.board.put(f"step/{step}/{self.orders.rank}", to_builtins(part))
+            self.board.put(f"step/{step}/{self.orders.rank}", part)
             return
         now = time.monotonic()
         self._waiting.append((step, now, now - self._began_s, part))
         self._began_s = now
 
     def flush(self, seconds: float = 0.0) -> None:
-        """Write the rows that are complete; with time given, wait for the others, then leave out who is silent."""
+        """Write the complete rows. With a time limit, wait for the others, then leave out silent machines."""
         deadline = time.monotonic() + seconds
         while self._waiting:
             step, ended_at, step_s, own = self._waiting[0]
@@ -214,8 +221,7 @@ class StepRecord:
         return [rank for rank, member in members if rank != HOST_RANK and member.name in own.group]
 
     def _part(self, step: int, rank: int) -> StepPart | None:
-        said = self.board.look(f"step/{step}/{rank}")
-        return None if said is None else as_kind(said, StepPart)
+        return self.board.look(f"step/{step}/{rank}", StepPart)
 
     def _write(self, step: int, ended_at: float, step_s: float, parts: dict[int, StepPart]) -> None:
         members = self.orders.spec.members
@@ -231,7 +237,7 @@ class StepRecord:
 
 
 def main(work: Callable[[Orders], None]) -> int:
-    """A worker's command line, `--spec FILE --rank R`; the exit status, having said what went wrong."""
+    """A worker's command line, `--spec FILE --rank R`. Prints failures and returns the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec", type=Path, required=True, help="a JSON file that the bench has written")
     parser.add_argument("--rank", type=int, required=True, help="which of its machines this is, from 0")

@@ -18,12 +18,13 @@ RAY_SYNC, RAY_ASYNC = "ray-ps-sync", "ray-ps-async"
 NAMES = (HIVEMIND, TORCHFT, RAY_SYNC, RAY_ASYNC)
 _MODULES = {HIVEMIND: ("hivemind", "peers"), TORCHFT: ("torchft", "peers")}
 _MODULES |= dict.fromkeys((RAY_SYNC, RAY_ASYNC), ("ray", "ray"))
-"""The module that each needs, and the extra that brings it."""
+"""The module that each needs, and the extra that installs it."""
 
 _NOTES = {
     HIVEMIND: "averages in fp16; each machine computes until all together have the global batch, so that the "
     "samples are not exactly those of the others",
-    TORCHFT: "shares by the true speeds, exactly weighted; averages in fp32 over gloo, with no computing meanwhile",
+    TORCHFT: "shares by the true speeds, exactly weighted; averages in fp32 over gloo, without computing at the "
+    "same time",
     RAY_SYNC: "the parameter server of Ray's documentation: equal batches in fp32, all gradients awaited",
     RAY_ASYNC: "as ray-ps-sync, but each gradient is applied when it comes, on weights that have changed since: "
     "not the mathematics of one machine",
@@ -51,7 +52,7 @@ def install(strategy: str) -> str:
 
 
 def note(strategy: str) -> str:
-    """What a reader of the strategy's row should know."""
+    """A remark for readers of the strategy's row."""
     return _NOTES[strategy]
 
 

@@ -1,4 +1,4 @@
-"""Finds out by a trial whether this user may make the lab's namespaces, and if not, why."""
+"""Tests whether this user may make the lab's namespaces, and if not, why."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SWITCHES = (
 
 
 def environment() -> dict[str, str]:
-    """Ours, with the folders of ip and tc, which a user's PATH often lacks."""
+    """Our PATH, with the folders of ip and tc, which a user's PATH often lacks."""
     return {**os.environ, "PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"}
 
 
@@ -48,14 +48,14 @@ def why_not() -> str | None:
 
 
 def way() -> tuple[str, ...] | None:
-    """The command before a command that gives it a network namespace to rule over."""
+    """The command prefix that gives a command its own network namespace."""
     if sys.platform != "linux" or _missing_tool() is not None:
         return None
     return next((before for before in _ways() if _try(before, _TRIAL) == ""), None)
 
 
 def require(*, netem: bool) -> tuple[str, ...]:
-    """As `way`, and with delays where they are wanted; an error that says what was found where it cannot be."""
+    """Like `way`, and with delays if requested. Raises an error with the reason if it is not possible."""
     before = way()
     if before is None:
         raise UserError(f"the lab's network cannot be emulated here: {_reason()}", hint=hint())
@@ -68,7 +68,7 @@ def require(*, netem: bool) -> tuple[str, ...]:
 
 
 def hint() -> str:
-    """A hint for a box where it is not possible."""
+    """A hint for a machine on which it is not possible."""
     elsewhere = "`potluck lab bench RIG --loopback` needs no namespaces"
     if sys.platform != "linux" or os.geteuid() == 0:
         return elsewhere
@@ -86,7 +86,7 @@ def _missing_tool() -> str | None:
 
 @functools.cache  # neither changes while a command runs
 def _try(before: tuple[str, ...], script: str) -> str:
-    """What goes wrong; empty if it works."""
+    """The failure; empty if it works."""
     try:
         done = subprocess.run(
             [*before, "sh", "-c", script],

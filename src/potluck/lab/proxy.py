@@ -1,7 +1,7 @@
 """A TCP proxy in user space that emulates links: their rate, latency and faults.
 
 One thread, one selector, the standard library: it works wherever Python does, without any rights. `Proxy` runs in a
-thread of the caller; `ProxyProcess` runs one in a process of its own, which gets orders as lines of JSON on stdin,
+thread of the caller. `ProxyProcess` runs one in a separate process, which gets orders as lines of JSON on stdin,
 answers each with one line, and ends when stdin ends. `flow.py` moves the bytes.
 """
 
@@ -26,6 +26,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from potluck import checked
+from potluck.bounds import Many, Natural, Text
 from potluck.errors import ConfigError, NetworkError, PotluckError
 from potluck.lab.flow import Connection, Flow, hang_up, prepare
 from potluck.lab.shaping import Bucket, Direction, Fault, Link, LinkSpec
@@ -51,7 +52,7 @@ class Proxy:
         shared: LinkSpec | None = None,
         counters: list[int] | memoryview | None = None,
     ) -> None:
-        """All links' bytes cross `shared` too; its faults strike them all.
+        """All links' bytes also cross `shared`; its faults affect all of them.
 
         `counters` holds, for each link in turn, the bytes that went up and those that went down.
         """
@@ -78,7 +79,7 @@ class Proxy:
     # -- from any thread -------------------------------------------------------------------------------------
 
     def ask(self, what: Callable[[], T], timeout_s: float = _ANSWER_S) -> T:
-        """Have the thread of run() call something, and wait for its result."""
+        """Let the thread of run() call a function, and wait for its result."""
         answers: queue.SimpleQueue[tuple[T, None] | tuple[None, Exception]] = queue.SimpleQueue()
 
         def answer() -> None:
@@ -110,7 +111,7 @@ class Proxy:
     # -- from the thread of run(), or before it --------------------------------------------------------------
 
     def open(self, link: str, target: tuple[str, int], port: int = 0) -> int:
-        """Listen for connections that lead over a link to a target; on which port (0: a free one)."""
+        """Listen for connections over a link to a target. Returns the port (0: a free one)."""
         crossed = self._link(link)
         if len(self._listeners) >= MOST_ROUTES:
             raise NetworkError(f"the proxy has {MOST_ROUTES} routes already")
@@ -186,37 +187,37 @@ class Proxy:
 
 
 class _Spec(Struct, frozen=True, kw_only=True):
-    """What the proxy's process is started with."""
+    """The start parameters of the proxy's process."""
 
-    links: tuple[LinkSpec, ...]
+    links: Many[LinkSpec]
     shared: LinkSpec | None
-    counters: str
+    counters: Text
     """A file for the bytes that each link has carried, which its owner maps."""
 
 
 class _Open(Struct, frozen=True, kw_only=True, tag="open"):
-    link: str
-    host: str
-    port: int
+    link: Text
+    host: Text
+    port: Natural
 
 
 class _AddFaults(Struct, frozen=True, kw_only=True, tag="faults"):
-    link: str
-    faults: tuple[Fault, ...]
+    link: Text
+    faults: Many[Fault]
 
 
 _Order = _Open | _AddFaults
 
 
 class _Answer(Struct, frozen=True, kw_only=True):
-    port: int = 0
+    port: Natural = 0
     """The port at which the opened path begins."""
-    error: str = ""
-    hint: str = ""
+    error: Text = ""
+    hint: Text = ""
 
 
 class ProxyProcess:
-    """A proxy in a process of its own, as its owner sees it: it ends with its owner, whatever ends that.
+    """A proxy in a separate process, from its owner's view: it ends with its owner, however that ends.
 
     Leaves its files in `folder`, which the owner removes.
     """
@@ -229,7 +230,7 @@ class ProxyProcess:
         folder: Path,
         wrap: Callable[[list[str]], list[str]] = lambda command: command,
     ) -> None:
-        """`wrap` makes its command one that runs elsewhere, in a network namespace for example."""
+        """`wrap` turns its command into one that runs elsewhere, for example in a network namespace."""
         self._numbers = {link.name: number for number, link in enumerate(links)}
         spec, counters, self._log = (folder / f"proxy.{end}" for end in ("json", "counters", "log"))
         counters.write_bytes(bytes(2 * COUNTER_BYTES * max(1, len(links))))
@@ -275,13 +276,13 @@ class ProxyProcess:
         self._order(_AddFaults(link=link, faults=tuple(faults)))
 
     def traffic(self, link: str) -> tuple[int, int]:
-        """The bytes that a link has carried, up and down. From any thread, and never waits."""
+        """The bytes that a link has carried, up and down. Callable from any thread; never waits."""
         with memoryview(self._counters) as view, view.cast("Q") as numbers:
             at = 2 * self._numbers[link]
             return numbers[at], numbers[at + 1]
 
     def close(self) -> None:
-        """End it; what traffic() said last stays."""
+        """End it. traffic() keeps its last value."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):

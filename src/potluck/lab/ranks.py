@@ -19,7 +19,7 @@ _TAIL = 30
 
 
 def pair(link_mbit: float | None) -> Rig:
-    """Two machines with a link of `mbit` Mbit/s; None: as fast as this box can make it."""
+    """Two machines with a link of `mbit` Mbit/s; None: as fast as this computer allows."""
     machines = (
         Machine(name="one", role="host", link_mbit=link_mbit),
         Machine(name="two", role="guest", link_mbit=link_mbit),
@@ -30,7 +30,7 @@ def pair(link_mbit: float | None) -> Rig:
 def run_on_pair(
     commands: Sequence[Sequence[str]], link_mbit: float | None, folder: Path, *, limit_s: float = 600.0
 ) -> list[Path]:
-    """Run the first command on the one machine and the second on the other; what each said, as files in `folder`.
+    """Run one command on each of the two machines, with their output in files in `folder`.
 
     Raises:
         ScriptError: one failed or did not end in time; it names the machine and shows the end of its log.

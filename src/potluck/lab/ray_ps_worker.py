@@ -3,8 +3,8 @@
     python -m potluck.lab.ray_ps_worker --spec FILE --rank R
 
 Each machine is a node of a Ray cluster. One actor has the weights, one on each machine computes gradients of equal
-batches; both travel as fp32 arrays through Ray's object store. The server waits for all gradients (sync), or
-applies each one when it comes, on weights that have changed meanwhile (async).
+batches; both are sent as fp32 arrays through Ray's object store. The server waits for all gradients (sync), or
+applies each one as it arrives, to weights that have changed since (async).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PsServer:
         return [p.detach().numpy() for p in self._training.model.parameters()]
 
     def apply(self, *gradients: Arrays) -> Arrays:
-        """Update with the sum of gradients; the new weights."""
+        """Update with the sum of gradients. Returns the new weights."""
         for parameter, *parts in zip(self._training.model.parameters(), *gradients):
             parameter.grad = torch.from_numpy(np.sum(parts, axis=0))
         self._training.optimizer.step()
@@ -63,7 +63,7 @@ class PsWorker:
         self.loss_sum = 0.0
 
     def gradient(self, weights: Arrays, step: int, scale: float) -> Arrays:
-        """Of this machine's share of a step, at these weights, times `scale`."""
+        """The gradient of this machine's share of a step, at these weights, times `scale`."""
         training, share = self._training, self._orders.me.share
         parameters = list(training.model.parameters())
         with torch.no_grad():
@@ -90,20 +90,20 @@ def work(orders: Orders) -> None:
     board = Board(orders)
     address = f"{orders.spec.master_address}:{PORT}"
     if not orders.is_host:
-        board.wait("head", START_S, 0)
+        board.wait("head", bool, START_S, 0)
     with _node(orders, address):
         if orders.is_host:
             board.put("head", True)
             _drive(orders, address)
             board.put("done", True)
         else:
-            board.wait("done", STEP_LIMIT_S * orders.spec.steps, 0)
+            board.wait("done", bool, STEP_LIMIT_S * orders.spec.steps, 0)
         board.leave()
 
 
 @contextlib.contextmanager
 def _node(orders: Orders, address: str) -> Iterator[None]:
-    """A node of Ray on this machine, for as long as this lasts."""
+    """Inside, this machine is a Ray node."""
     words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     words += [f"--node-ip-address={orders.address}", "--num-cpus=4", "--num-gpus=0"]
     words += [f"--resources={json.dumps({f'rank-{orders.rank}': 2})}", "--object-store-memory=300000000"]
@@ -169,7 +169,7 @@ def _synchronous(orders: Orders, ray: Any, server: Any, workers: Sequence[Any]) 
 
 
 def _asynchronous(orders: Orders, ray: Any, server: Any, workers: Sequence[Any]) -> None:
-    """A step is over when gradients of a global batch have been applied, whoever computed them."""
+    """A step ends when gradients of a global batch have been applied, from whichever machines."""
     weights, began = server.weights.remote(), time.monotonic()
     waiting = {worker.gradient.remote(weights, 0, 1.0): rank for rank, worker in enumerate(workers)}
     step, samples, losses = 0, [0] * orders.world, [0.0] * orders.world
@@ -196,7 +196,7 @@ def _write(orders: Orders, step: int, began: float, losses: Sequence[float], sam
 
 
 def _leave(number: int, frame: object) -> NoReturn:
-    """Leave by way of the clean-up: Ray's processes would outlive a plain SIGTERM."""
+    """Leave through the clean-up, because Ray's processes would outlive a plain SIGTERM."""
     sys.exit(128 + number)
 
 

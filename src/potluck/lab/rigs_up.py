@@ -1,4 +1,5 @@
-"""Which rigs are up: a private folder with a lock and a small JSON file for each, and whether its processes live.
+"""Tracks running rigs: a private folder with a lock and a small JSON file for each, and whether its processes are
+alive.
 
 Each user of a rig holds a shared lock on its lock file; the kernel releases it when the process ends, however it
 ends. The rig's supervisor takes the rig down once it gets the lock exclusively.
@@ -19,6 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from potluck import checked
+from potluck.bounds import Named, Natural, Text
 from potluck.errors import UserError
 from potluck.lab import cgroup
 
@@ -33,12 +35,12 @@ POLL_S = 0.02
 class Process(Struct, frozen=True, kw_only=True):
     """A process that cannot be mistaken for a later one with the same id."""
 
-    pid: int
-    started: int
+    pid: Natural
+    started: Natural
     """In the kernel's ticks since the boot."""
-    boot: str
-    space: str
-    """The namespace in which the id holds: another container's processes cannot be seen."""
+    boot: Text
+    space: Text
+    """The PID namespace of the id, because another container's processes are not visible."""
 
     @property
     def lives(self) -> bool:
@@ -46,26 +48,26 @@ class Process(Struct, frozen=True, kw_only=True):
 
     @property
     def gone(self) -> bool:
-        """Provably: what cannot be seen from here is not gone."""
+        """Whether it has certainly ended. A process that is not visible from here may still run."""
         return self.boot != _boot() or (self.space == _space() and not self.lives)
 
 
 class State(Struct, frozen=True, kw_only=True):
-    """A rig that is up or on its way."""
+    """A rig that is up or starting."""
 
     supervisor: Process
-    holders: dict[str, Process] = {}
+    holders: Named[Process] = {}
     """By machine: the process that keeps the machine's namespace."""
-    cgroup: str | None = None
+    cgroup: Text | None = None
     """The folder of its machines' cgroups."""
-    limited: dict[str, str] = {}
+    limited: Named[Text] = {}
     """By machine: its own cgroup, where it has one."""
     ready: bool = False
     """Whether all of it is up."""
 
 
 def identify(pid: int) -> Process | None:
-    """The process with this id, or None where there is none that runs."""
+    """The process with this id, or None if none runs."""
     try:
         # The command's name may hold anything, even brackets: what follows the last one is regular.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -142,7 +144,7 @@ def open_lock(path: Path, *, create: bool) -> int:
 
 
 def try_lock(file: int, *, alone: bool) -> bool:
-    """Take the lock, alone or shared with others, if it can be had at once."""
+    """Take the lock, exclusively or shared, if it is free now."""
     try:
         fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -164,7 +166,7 @@ def is_at(file: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def starting(folder: Path) -> Iterator[None]:
-    """Rigs are brought up, and leftovers removed, by one at a time."""
+    """Inside, no other process brings a rig up or removes leftovers."""
     file = open_lock(folder / START_LOCK, create=True)
     try:
         deadline = time.monotonic() + START_WAIT_S
@@ -181,7 +183,7 @@ def starting(folder: Path) -> Iterator[None]:
 
 
 def sweep(folder: Path) -> list[str]:
-    """Remove what dead supervisors have left, and only that; call it while `starting`. Names the rigs."""
+    """Remove only the leftovers of dead supervisors. Call it inside `starting`. Returns the rigs' names."""
     removed = []
     for rig in sorted({path.stem for path in folder.iterdir() if path.name != START_LOCK}):
         state = read(folder, rig)

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from potluck.bounds import Finite, Many, Text
 from potluck.errors import ConfigError
 
 Direction = Literal["up", "down"]
@@ -21,36 +22,36 @@ Direction = Literal["up", "down"]
 Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
 
 QUANTUM_S = 0.002
-"""A chunk takes about this long, so that many connections share a thin link smoothly."""
+"""A chunk takes about this long, so that many connections share a slow link smoothly."""
 LEAST_QUANTUM_BYTES = 512
 MOST_QUANTUM_BYTES = 64 * 1024
 QUEUE_S = 0.1
-"""What a pipe may hold beyond the bytes that are on their way, as the queue of a switch does."""
+"""The bytes that a pipe may hold besides those in transit, like the queue of a switch."""
 LEAST_ROOM_BYTES = 64 * 1024
 MOST_ROOM_BYTES = 8 * 1024 * 1024
 
 CATCH_UP_S = 0.1
-"""What was there while the computer was busy elsewhere has been sent meanwhile, as far back as this."""
+"""Data that waited while the computer was busy counts as sent during that time, up to this limit."""
 IDLE_CREDIT_S = 0.002
-"""A link with nothing to send loses its time, but for this much: a sender's short pause is no idleness."""
+"""An idle link loses its sending time, except for this much, so that a sender's short pause costs nothing."""
 
 
 class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Something that goes wrong on a link for a while."""
+    """A temporary fault of a link."""
 
     kind: Literal["delay", "limit", "blackhole", "reset", "half-open", "truncate", "flip"]
-    """delay: `amount` seconds more on the way. limit: at most `amount` bytes a second. blackhole: nothing passes;
-    what was underway comes when it ends, as after retransmission. reset: connections are reset, and so are those
-    that are made meanwhile. half-open: what is sent vanishes, its end (FIN, RST) too, and a connection stays so.
+    """delay: `amount` seconds more latency. limit: at most `amount` bytes a second. blackhole: nothing passes; data
+    in transit arrives when it ends, as after retransmission. reset: connections are reset, including new ones
+    during the fault. half-open: all sent data is lost, including the end (FIN, RST), and a connection stays so.
     truncate: half of a chunk passes, then the stream ends. flip: one bit of every chunk is wrong."""
     at_s: Seconds
-    """When it begins, after the proxy's start or after the schedule was given."""
+    """When it begins, counted from the proxy's start or from when the schedule was set."""
     for_s: Seconds = 0.0
     """How long it lasts; a reset may last no time at all."""
-    amount: float = 0.0
+    amount: Finite = 0.0
     """Seconds of a delay; bytes per second of a limit."""
     direction: Literal["both", "up", "down"] = "both"
-    """Which way it works; a reset always works both ways."""
+    """The affected direction; a reset always affects both."""
 
     def __post_init__(self) -> None:
         if not self.for_s and self.kind != "reset":
@@ -64,16 +65,16 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LinkSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One machine's link, or one that several share."""
+    """One machine's link, or a link that several share."""
 
-    name: str
+    name: Text
     rate_bytes_per_s: Annotated[float, Meta(gt=0, lt=1e15)] | None = None
     """Unlimited when not given."""
     up_rate_bytes_per_s: Annotated[float, Meta(gt=0, lt=1e15)] | None = None
-    """Of what the machine sends, where that differs."""
+    """Rate at which the machine sends, if it differs."""
     latency_s: Seconds = 0.0
-    """From one end to the other."""
-    faults: tuple[Fault, ...] = ()
+    """Latency from one end to the other."""
+    faults: Many[Fault] = ()
 
     def rate(self, direction: Direction) -> float | None:
         """Bytes per second in one direction; None: unlimited."""
@@ -81,7 +82,7 @@ class LinkSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Bucket:
-    """Keeps one direction of one link to its rate, by the time at which the link will have sent what it took."""
+    """Limits one direction of a link to its rate, by tracking when the link will have sent the accepted bytes."""
 
     def __init__(self, rate_bytes_per_s: float | None) -> None:
         self.rate_bytes_per_s = rate_bytes_per_s
@@ -89,7 +90,7 @@ class Bucket:
         """When the next bytes may be taken: a time that has passed, or one to wait for."""
 
     def take(self, count: int, now: float, rate: float | None, since: float) -> float:
-        """Take bytes, at a rate, that have been there since a time; when the last of them has left."""
+        """Take bytes at a rate, available since a time. Returns when the last of them has been sent."""
         if rate is None:
             return now
         # The link began to send them when they were there and it was free, even if nobody looked just then.
@@ -120,7 +121,7 @@ class Policy:
     # -- before a chunk is read ------------------------------------------------------------------------------
 
     def held_until(self, now: float) -> float:
-        """When a blackhole ends; -inf where there is none."""
+        """When a blackhole ends; -inf if there is none."""
         return max((f.at_s + f.for_s for f in self._active("blackhole", now)), default=-math.inf)
 
     def opens_at(self, now: float) -> float:
@@ -135,7 +136,7 @@ class Policy:
         return int(min(max(rate * QUANTUM_S, LEAST_QUANTUM_BYTES), MOST_QUANTUM_BYTES))
 
     def room_bytes(self, now: float) -> int:
-        """How much one connection may have on its way."""
+        """How much one connection may have in transit."""
         rate, latency_s = self._slowest(now), self._latency_s(now)
         if rate is None:
             return MOST_ROOM_BYTES
@@ -150,7 +151,7 @@ class Policy:
         return left + self._latency_s(now)
 
     def vanishes(self, now: float) -> bool:
-        """Whether what was read never arrives."""
+        """Whether the data that was read never arrives."""
         return bool(self._active("half-open", now))
 
     def edited(self, chunk: bytes, now: float) -> tuple[bytes, bool]:
@@ -204,7 +205,7 @@ class Link:
         self.next_reset = min((start for start, _ in self._resets), default=math.inf)
 
     def resets_now(self, now: float) -> bool:
-        """Whether connections are to be reset; says so once for each fault."""
+        """Whether to reset connections; true once for each fault."""
         if now < self.next_reset:
             return False
         self.resets_until = max(end for start, end in self._resets if start <= now)

@@ -23,7 +23,7 @@ TRACE = "POTLUCK_TRACE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a strategy has come."""
+    """The progress of a strategy."""
 
     strategy: str
     step: int
@@ -42,12 +42,12 @@ class Actor:
     process: subprocess.Popen[bytes]
     log: Path
     expendable: bool = False
-    """Its end, whatever its status, is no failure of the strategy."""
+    """If true, its end is not a failure of the strategy, whatever its status."""
 
 
 @dataclass
 class Stage:
-    """Between `with` and its end, machines do what they are told; then nothing of it runs any more."""
+    """Inside the `with` block, processes run on the machines; after it, none of them runs any more."""
 
     box: Box
     folder: Path
@@ -99,7 +99,7 @@ class Stage:
             if status and not actor.expendable:
                 raise PotluckError(
                     f"on {actor.machine}, the process ended with status {status}: {_tail(actor.log)}",
-                    hint=f"all it said is in {actor.log}",
+                    hint=f"its complete output is in {actor.log}",
                     machine=actor.machine,
                 )
 
@@ -110,7 +110,7 @@ class Stage:
         timeout_s: float,
         between: Callable[[], None] = lambda: None,
     ) -> Iterator[bytes]:
-        """The lines of a growing file, until it is said to be complete; silence has its limit.
+        """The lines of a growing file, until it is complete; raises an error if nothing comes for too long.
 
         `between` is called whenever there is nothing new.
         """

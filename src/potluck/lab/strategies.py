@@ -11,36 +11,38 @@ from pathlib import Path
 from msgspec import structs
 
 from potluck import checked
+from potluck.balance.shares import equal_shares, whole_shares
 from potluck.errors import PotluckError
 from potluck.lab import peer_strategies
 from potluck.lab.box import Box
 from potluck.lab.meter import StageMeter
 from potluck.lab.stage import Actor, Progress, Report, Stage
 from potluck.lab.striker import Striker
-from potluck.lab.worker_spec import RankSpec, RecipeSpec, WorkerSpec, WorkerStep
+from potluck.lab.worker_spec import RankSpec, WorkerSpec, WorkerStep
 from potluck.lab.workload import device_name, recipe_flags, recipe_settings
-from potluck.spec import about
+from potluck.plan import about
 from potluck.spec.events import RunEvent, RunStarted, StepEnded, from_json
 from potluck.spec.faults import PlannedFault
 from potluck.spec.fleet import DDP, DDP_BALANCED, POTLUCK, SOLO
+from potluck.spec.manifest import RecipeEntry
 from potluck.spec.outcome import Outcome, StepDone
 from potluck.spec.rig import Machine, Rig
-from potluck.spec.shares import equal_shares, whole_shares
 
 STRATEGIES = (SOLO, DDP, DDP_BALANCED, POTLUCK)
 
 START_S = 90.0
-"""For a process to start: importing torch on a busy box, connecting over a thin link."""
+"""Time for a process to start: importing torch on a busy machine, connecting over a slow link."""
 ALONE_S = 4.0
 """A guest's own speed is measured over steps of about this long, or as long as the host's."""
 ALONE_STEPS = 4
 MASTER_PORT = 29_501
 LEAST_STEPS = 3
-"""One to warm up and two to measure."""
+"""Steps of such a measurement: one to warm up and two to measure."""
 WORKER_MICRO_BATCH = 4
-"""What potluck's own search settles on for paced machines, whose time a sample is the same at every size."""
+"""The micro-batch that potluck's own search finds for paced machines, whose time per sample is the same at every
+size."""
 BALANCED_BUCKET_MB = 1
-"""Stock buckets of 25 MB hold such a small model whole, and nothing would overlap; a careful person mends that."""
+"""Bucket size of a careful user: stock buckets of 25 MB hold such a small model whole, so nothing would overlap."""
 QUIET = ("--threads", "1", "--view", "quiet", "--checkpoint-every", "0")
 
 
@@ -81,7 +83,7 @@ def solo(arena: Arena) -> Outcome:
 
 
 def alone(arena: Arena, machine: Machine) -> float:
-    """Samples a second that a machine reaches by itself, measured.
+    """Measured samples per second of a machine alone.
 
     Over short steps; the update's time is then spread over the workload's whole batch, as it would be.
     """
@@ -123,12 +125,12 @@ def _machine_flags(machine: Machine, *, steady: bool = False) -> list[str]:
 
 
 def potluck(arena: Arena) -> Outcome:
-    """The fleet as `potluck host` and `potluck join` make it; guests come and go as the rig says."""
+    """The fleet with `potluck host` and `potluck join`; guests join and leave as the rig says."""
     rig = arena.rig
     names = [m.name for m in rig.machines]
     with Stage(arena.box, arena.folder / POTLUCK) as stage, StageMeter(arena.box, names, rig.host.name) as meter:
         host = stage.start(rig.host.name, _host(arena, stage.folder))
-        guests = _Guests(arena, stage, stage.wait_for_file("*/token", START_S))
+        guests = _GuestStarter(arena, stage, stage.wait_for_file("*/token", START_S))
         guests.before_step(1)
         events = stage.wait_for_file("*/events.jsonl", START_S)
         clock_s, steps = 0.0, []
@@ -167,7 +169,7 @@ def _host(arena: Arena, runs: Path) -> list[str]:
     return [*command, *recipe_flags(recipe_settings(rig.workload))]
 
 
-class _Guests:
+class _GuestStarter:
     """Starts and ends guests between steps and for faults."""
 
     def __init__(self, arena: Arena, stage: Stage, token: Path) -> None:
@@ -192,7 +194,7 @@ class _Guests:
         self._actors[machine] = self._join(self._arena.rig.machine(machine))
 
     def gave_up(self) -> str:
-        """A note on guests that failed after a fault, which is no failure of the strategy."""
+        """A note on guests that failed after a fault, which does not count as a failure of the strategy."""
         ends = [(name, actor.process.poll(), actor.log) for name, actor in self._actors.items()]
         return "; ".join(
             f"{name} gave up after a fault, with status {status} (see {log.name})"
@@ -225,7 +227,7 @@ def distributed(arena: Arena, strategy: str) -> Outcome:
     if strategy in peer_strategies.NAMES and (word := peer_strategies.note(strategy)):
         notes.append(word)
     if arena.faults:
-        notes.append("without the faults, which strike potluck alone")
+        notes.append("without the faults, which affect only potluck")
     if len(staying) < len(rig.machines):
         notes.append("without the machines that come and go: it stops when one is lost")
     with Stage(arena.box, arena.folder / strategy) as stage:
@@ -268,7 +270,8 @@ def _shares(rig: Rig, machines: Sequence[Machine], strategy: str) -> list[int]:
 
 
 def _step_guess_s(rig: Rig, machines: Sequence[Machine], shares: Sequence[int]) -> float:
-    """The slowest machine's computing, then fp32 gradients over the thinnest link: to plan with, not to publish."""
+    """The slowest machine's computing, then fp32 gradients over the slowest link: only to plan the number of
+    steps."""
     compute_s = max(n * (m.seconds_per_sample or 1.0) for m, n in zip(machines, shares))
     rates = [m.slower_mbit for m in machines if m.slower_mbit is not None]
     send_s = about.gradient_bytes(rig.workload) * 8e-6 / min(rates) if rates else 0.0
@@ -302,7 +305,7 @@ def _worker_spec(
         for machine, share in zip(machines, shares, strict=True)
     )
     content = WorkerSpec(
-        recipe=RecipeSpec(name=rig.workload.recipe, config=recipe_settings(rig.workload)),
+        recipe=RecipeEntry(name=rig.workload.recipe, config=dict(recipe_settings(rig.workload))),
         members=members,
         steps=steps,
         seed=rig.workload.seed,
@@ -345,5 +348,5 @@ def _progress(strategy: str, event: StepEnded) -> Progress:
 
 
 def _silence_s(rig: Rig) -> float:
-    """A step of the host alone, several times over: longer without one, and something hangs."""
+    """Several times a step of the host alone: if no step ends within this time, something hangs."""
     return 60.0 + 10 * rig.workload.global_batch * (rig.host.seconds_per_sample or 1.0)

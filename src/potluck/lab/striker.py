@@ -1,4 +1,4 @@
-"""Injects planned faults during a run, and records what the host reports about its guests meanwhile.
+"""Injects planned faults during a run, and records what the host reports about its guests.
 
 It has no thread: the caller that follows the run calls it several times a second.
 """
@@ -58,7 +58,7 @@ class Striker:
         self._began: float | None = None
         self._log_began = 0.0
         self._step = 0
-        """The step that is under way; 0 before the first."""
+        """The current step; 0 before the first."""
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._stopped: set[str] = set()
         self.done: list[FaultDone] = []
@@ -85,7 +85,7 @@ class Striker:
         self.tick()
 
     def _incident(self, event: RunEvent, machine: str, samples: int) -> None:
-        """Keep what the host says of a guest, once a fault has happened."""
+        """Record the host's events about a guest, once a fault has happened."""
         if self.done:
             at = self._log_began + event.t_s
             self.incidents.append(
@@ -93,7 +93,7 @@ class Striker:
             )
 
     def tick(self) -> None:
-        """Do what is due."""
+        """Inject the faults that are due."""
         now = self._clock()
         for entry in [entry for entry in self._later if entry[0] <= now]:
             self._later.remove(entry)

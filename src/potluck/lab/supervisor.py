@@ -1,4 +1,4 @@
-"""The process of a rig that is up: it runs in the switch's namespace and holds the machines' namespaces.
+"""The process of a running rig: it runs in the switch's namespace and holds the machines' namespaces.
 
     python -m potluck.lab.supervisor    (a request as JSON on stdin; the state, or what is wrong, as JSON on stdout)
 
@@ -22,41 +22,42 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from potluck import checked
+from potluck.bounds import Finite, Named, Text
 from potluck.errors import UserError
 from potluck.lab import cgroup, rigs_up
 from potluck.lab.enter import CLONE_NEWNET, call, die_with
-from potluck.lab.network import HOLDER, Wiring
+from potluck.lab.topology import HOLDER, Wiring
 
 POLL_S = 0.5
 COMMAND_S = 30.0
 TERM_S = 1.0
 KILL_S = 3.0
 MOST_FILES = 256
-"""More than this process ever has open."""
+"""More descriptors than this process ever has open."""
 
 
 class Request(Struct, frozen=True, kw_only=True):
     """What to bring up."""
 
-    rig: str
+    rig: Text
     """The name of its files."""
-    folder: str
+    folder: Text
     wiring: Wiring
-    limits: dict[str, float]
+    limits: Named[Finite]
     """CPU cores, by machine."""
-    grace_s: float
+    grace_s: Finite
     """Seconds that it stays up without users."""
 
 
 class SupervisorAnswer(Struct, frozen=True, kw_only=True):
-    """What the supervisor writes: the state of the rig that is up, or what is wrong."""
+    """The supervisor's answer: the state of the running rig, or the failure."""
 
     state: rigs_up.State | None = None
-    error: str = ""
-    hint: str = ""
+    error: Text = ""
+    hint: Text = ""
 
 
-class _End(Exception):
+class _EndAsked(Exception):
     """The supervisor was asked to end."""
 
 
@@ -71,7 +72,8 @@ class Supervisor:
         self._state = rigs_up.State(supervisor=own)
 
     def bring_up(self) -> rigs_up.State:
-        """Every machine and the switch between them; the state's file is there before what it names is made."""
+        """Make every machine and the switch between them. The state's file exists before the things that it
+        names."""
         wiring = self._request.wiring
         self._write()
         self._limit()
@@ -133,7 +135,7 @@ class Supervisor:
 
     def _write(self) -> None:
         if not rigs_up.is_at(self._lock, rigs_up.lock_path(self._folder, self._request.rig)):
-            raise _End  # who wanted the rig is gone, and it was tidied up after them
+            raise _EndAsked  # who wanted the rig is gone, and it was tidied up after them
         rigs_up.write(self._folder, self._request.rig, self._state)
 
 
@@ -157,7 +159,7 @@ def _start_holder() -> int:
 
 
 def _hold(parent: int, writing: int) -> NoReturn:
-    """What the child does: nothing, until the supervisor is gone; then it ends what is in its namespace."""
+    """The child waits until the supervisor is gone, then ends everything in its namespace."""
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         call("unshare", CLONE_NEWNET)
@@ -237,7 +239,7 @@ def _home(pid: int) -> int | None:
 
 
 def _end(number: int, frame: object) -> NoReturn:
-    raise _End
+    raise _EndAsked
 
 
 def _answer(answer: SupervisorAnswer) -> None:
@@ -264,7 +266,7 @@ def main() -> int:
     except UserError as error:
         _answer(SupervisorAnswer(error=error.what, hint=error.hint))
         return error.exit_status
-    except (_End, FileNotFoundError):
+    except (_EndAsked, FileNotFoundError):
         return 1
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -41,7 +41,7 @@ def work(orders: Orders) -> None:
     training, board = PeerTraining(orders), Board(orders)
     lighthouse = _lighthouse(orders, board) if orders.is_host else None
     own_store = TCPStore(orders.address, 0, is_master=True, wait_for_workers=False)
-    manager = _manager(orders, training, own_store, board.wait("lighthouse", START_S, HOST_RANK))
+    manager = _manager(orders, training, own_store, board.wait("lighthouse", str, START_S, HOST_RANK))
     try:
         _train(orders, training, board, manager)
         if orders.is_host and orders.spec.weights is not None:
@@ -121,7 +121,8 @@ def _train(orders: Orders, training: PeerTraining, board: Board, manager: Any) -
 
 
 def _ddp(training: PeerTraining, manager: Any) -> Any:
-    """torchft's DDP. It waits for each bucket within the backward, and that is the network's time, no computing."""
+    """torchft's DDP. It waits for each bucket within the backward; that counts as the network's time, not as
+    computing."""
     from torchft import DistributedDataParallel
 
     class Ddp(DistributedDataParallel):  # type: ignore[misc]

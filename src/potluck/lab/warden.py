@@ -1,4 +1,4 @@
-"""Ends what a box started when its owner is gone, even by kill -9. One process for each box.
+"""Ends all processes of a box when its owner is gone, even by kill -9. One process for each box.
 
     python -m potluck.lab.warden FOLDER
 

@@ -1,9 +1,7 @@
-"""What the lab and the workers of DDP and of the peers tell each other: `spec.json`, and a line for every step."""
+"""The data between the lab and the workers of DDP and of the peers: `spec.json`, and a line for every step."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,8 +9,8 @@ import msgspec
 from msgspec import Struct
 
 from potluck import checked
-from potluck.checked import Natural, Positive
-from potluck.errors import ConfigError
+from potluck.bounds import Finite, Many, Named, Natural, Positive, Seed, Text
+from potluck.spec.manifest import RecipeEntry
 
 _WRITE = "write it as the bench does"
 
@@ -20,38 +18,33 @@ _WRITE = "write it as the bench does"
 class RankSpec(Struct, frozen=True, kw_only=True):
     """One machine, one rank."""
 
-    name: str
-    device: str
+    name: Text
+    device: Text
     micro_batch: Positive
     share: Positive
     """Samples of every step."""
-    address: str
-
-
-class RecipeSpec(Struct, frozen=True, kw_only=True):
-    name: str
-    config: Mapping[str, int | float | str | None]
+    address: Text
 
 
 class WorkerSpec(Struct, frozen=True, kw_only=True):
-    """What all ranks do together: the content of `spec.json`."""
+    """The common settings of all ranks: the content of `spec.json`."""
 
-    recipe: RecipeSpec
-    members: tuple[RankSpec, ...]
+    recipe: RecipeEntry
+    members: Many[RankSpec]
     steps: Positive
-    seed: int
+    seed: Seed
     """Random seed for the sample order."""
-    master_address: str
-    master_port: int
-    interface: str
+    master_address: Text
+    master_port: Natural
+    interface: Text
     """The network interface that gloo uses."""
     out: Path
     """File to which rank 0 appends a line for every step."""
     threads: Positive = 1
-    bucket_mb: float | None = None
+    bucket_mb: Finite | None = None
     """DDP's bucket_cap_mb; stock (25, the first one 1) if not given."""
     asynchronous: bool = False
-    """Whether ray-ps applies each gradient when it comes."""
+    """Whether ray-ps applies each gradient as it arrives."""
     weights: Path | None = None
     """File for the final weights, as safetensors, written by rank 0."""
 
@@ -61,12 +54,12 @@ class WorkerStep(Struct, frozen=True, kw_only=True):
 
     step: Positive
     """Number of the step, counted from 1."""
-    ended_at: float
-    """On the box's monotonic clock."""
-    step_s: float
-    loss: float | None
-    """None: not a number."""
-    samples: dict[str, Natural]
+    ended_at: Finite
+    """Time on the computer's monotonic clock."""
+    step_s: Finite
+    loss: Finite | None
+    """Loss; None: not a number."""
+    samples: Named[Natural]
     """Samples counted for each machine."""
 
     def append_to(self, file: BinaryIO) -> None:
@@ -75,10 +68,5 @@ class WorkerStep(Struct, frozen=True, kw_only=True):
 
 def read_spec(path: Path) -> WorkerSpec:
     """The spec in a file."""
-    try:
-        table = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}", hint="--spec takes a file") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is no spec: {error}", hint=_WRITE) from error
+    table = checked.read_json(path, what="a spec", hint=_WRITE)
     return checked.convert(table, WorkerSpec, where=str(path), hint=_WRITE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from potluck.spec.about import GPT_SEQUENCE
+from potluck.plan.about import GPT_SEQUENCE
 from potluck.spec.rig import Machine, Workload
 
 
@@ -28,7 +28,7 @@ def recipe_flags(settings: dict[str, int]) -> list[str]:
 
 
 def device_name(machine: Machine, *, steady: bool = False) -> str:
-    """What `--device` is told; `steady`: without the changes of speed."""
+    """The value of `--device`; `steady`: without the changes of speed."""
     if machine.seconds_per_sample is None:
         return "cpu"
     changes = () if steady else machine.speed_changes

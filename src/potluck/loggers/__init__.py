@@ -1,1 +1,1 @@
-"""A run's series and parameters, written by the host to the loggers that were asked for, each by its own client."""
+"""Writes a run's series and parameters from the host to the requested loggers, each with its own client."""

@@ -12,6 +12,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
 
+from potluck.loggers.logged import ParamValue
+
 PROJECT = "potluck"
 """Name of the project or experiment, where a library wants one. The run's name is that of its folder."""
 
@@ -21,16 +23,17 @@ class Client(Protocol):
 
     @staticmethod
     def import_library() -> None:
-        """Import what the others need; raises if that is not installed."""
+        """Import the library; raises if it is not installed."""
 
-    def begin(self, params: Mapping[str, Any], step: int) -> str:
-        """The training begins after `step` steps; a resumed run has begun before. Says where to look, in words."""
+    def begin(self, params: Mapping[str, ParamValue], step: int) -> str:
+        """The training begins after `step` steps, above 0 in a resumed run. Returns a sentence that says where to
+        look."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Values after `step` steps. Several calls may be about one step."""
 
     def close(self) -> None:
-        """Write what is still in memory."""
+        """Write the values that are still in memory."""
 
 
 class TensorBoardClient:
@@ -43,7 +46,7 @@ class TensorBoardClient:
     def __init__(self, folder: Path) -> None:
         self._path = folder / "tensorboard"
 
-    def begin(self, params: Mapping[str, Any], step: int) -> str:
+    def begin(self, params: Mapping[str, ParamValue], step: int) -> str:
         from torch.utils.tensorboard import SummaryWriter
 
         # Steps after the checkpoint are made again: the first points of these are hidden.
@@ -75,7 +78,7 @@ class WandbClient:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def begin(self, params: Mapping[str, Any], step: int) -> str:
+    def begin(self, params: Mapping[str, ParamValue], step: int) -> str:
         import wandb
 
         self._run = run = wandb.init(
@@ -102,7 +105,7 @@ class WandbClient:
 
 
 def _wandb_mode(wandb: Any) -> str | None:
-    """Offline without a login, so that nobody is asked for one. WANDB_MODE decides where it is set."""
+    """Offline without a login, so that W&B does not ask for one. WANDB_MODE has priority if it is set."""
     if wandb.setup().settings.mode != "online":
         return None
     try:
@@ -113,11 +116,11 @@ def _wandb_mode(wandb: Any) -> str | None:
 
 
 _MLFLOW_MOST = 1000
-"""Values in one call, at most."""
+"""The most values in one call."""
 
 
 class MlflowClient:
-    """A run in MLflow's tracking store; without one that is set, an SQLite file in the run folder."""
+    """A run in MLflow's tracking store; if none is set, in an SQLite file in the run folder."""
 
     @staticmethod
     def import_library() -> None:
@@ -129,7 +132,7 @@ class MlflowClient:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def begin(self, params: Mapping[str, Any], step: int) -> str:
+    def begin(self, params: Mapping[str, ParamValue], step: int) -> str:
         import mlflow
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient as Tracking
@@ -174,7 +177,7 @@ class MlflowClient:
 
 
 def _mlflow_name(name: str) -> str:
-    """A name with the characters that MLflow takes; a machine's name may have others."""
+    """A name with only characters that MLflow accepts; a machine's name may have others."""
     return re.sub(r"[^\w\-. /]", "_", name, flags=re.ASCII)
 
 
@@ -188,7 +191,7 @@ class TrackioClient:
     def __init__(self, folder: Path) -> None:
         self._name = folder.name
 
-    def begin(self, params: Mapping[str, Any], step: int) -> str:
+    def begin(self, params: Mapping[str, ParamValue], step: int) -> str:
         import trackio
 
         with redirect_stdout(sys.stderr):  # it prints, and stdout may have the events of --json

@@ -1,4 +1,4 @@
-"""Writes a run's events to its loggers, in a thread of its own, so that no step waits for a disk or a network."""
+"""Writes a run's events to its loggers, in a separate thread, so that no step waits for a disk or a network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from potluck.errors import MissingModuleError
 from potluck.loggers.clients import Client, MlflowClient, TensorBoardClient, TrackioClient, WandbClient
-from potluck.loggers.series import params_of, scalars_of
+from potluck.loggers.logged import params_of, scalars_of
 from potluck.sinks import guarded
 from potluck.spec.config import LoggerName
 from potluck.spec.events import Logged, RunEvent, RunStarted, StepEnded
@@ -32,7 +32,8 @@ Open = Callable[[Path, Manifest, Note], "LoggerThread"]
 
 
 def loggers(names: Sequence[LoggerName]) -> Open | None:
-    """What opens these loggers for a run. Raises at once if a library is missing: the run has not begun yet."""
+    """A function that opens these loggers for a run. Raises immediately if a library is missing, before the run
+    begins."""
     classes = {name: CLIENTS[name] for name in names}
     for name, client in classes.items():
         try:
@@ -51,7 +52,7 @@ def loggers(names: Sequence[LoggerName]) -> Open | None:
 
 
 class LoggerThread:
-    """Is told of events by any thread. What a logger raises is one note; it never reaches the run."""
+    """Receives events from any thread. An exception of a logger becomes one note and never reaches the run."""
 
     def __init__(
         self, clients: Mapping[str, Client], manifest: Manifest, note: Note, *, most: int = MOST_WAITING
@@ -72,7 +73,7 @@ class LoggerThread:
             self._lost += 1
 
     def close(self, patience_s: float = CLOSE_S) -> None:
-        """Write what waits, within `patience_s`."""
+        """Write the queued values, within `patience_s`."""
         self._waiting.put(None)
         self._thread.join(patience_s)
         names = ", ".join(self._clients)
@@ -83,7 +84,7 @@ class LoggerThread:
 
     def _write(self) -> None:
         early: list[RunEvent] | None = []
-        """What the script logged before its training; None once that has begun."""
+        """Values that the script logged before its training; None once that has begun."""
         while (event := self._waiting.get()) is not None:
             if isinstance(event, RunStarted):
                 self._begin(event)

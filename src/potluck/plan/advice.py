@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from potluck.balance.codecs import AUTO
+from potluck.balance.codecs import AUTO, codec_bytes
 from potluck.plan import links
 from potluck.plan.hub import ideal_speedup, least_batch, potluck
-from potluck.plan.predict import check_strategies, predict
-from potluck.plan.strategies import fastest_alone_s
-from potluck.spec import about
+from potluck.plan.predict import WORTH, check_strategies, fastest, predict
+from potluck.plan.rank_strategies import fastest_alone_s
 from potluck.spec.fleet import (
     DDP,
     DDP_BALANCED,
@@ -33,11 +32,9 @@ from potluck.spec.fleet import (
 )
 
 NOTHING_TO_SHARE = (
-    'one machine: nothing to share. Add a second: --machine "mac=M2,link=1GbE", or --facts with the file of '
-    "`potluck probe` there"
+    'one machine has nothing to share with. Add a second: --machine "mac=M2,link=1GbE", or --facts with the file '
+    "of `potluck probe` there"
 )
-WORTH = 1.02
-"""A smaller speed-up is not worth it."""
 LEVER_WORTH = 1.005
 RUNGS = 2
 """How many faster links are tried for each machine."""
@@ -102,7 +99,7 @@ def _changes(job: Job, fleet: Fleet, tried: int) -> Iterator[tuple[str, Job, Fle
     yield from _links(job, fleet, tried)
     for codec in CODECS:
         left_open = job.codec == AUTO and not codec.startswith("topk")
-        if about.codec_bytes(codec) < about.codec_bytes(job.codec) and not left_open:
+        if codec_bytes(codec) < codec_bytes(job.codec) and not left_open:
             coarser = " (coarser: watch the loss)" if codec.startswith("topk") else ""
             yield f"codec {codec}{coarser}", replace(job, codec=codec), fleet
     for times in BATCHES:
@@ -126,7 +123,7 @@ def _links(job: Job, fleet: Fleet, tried: int) -> Iterator[tuple[str, Job, Fleet
 
 
 def _whose(fleet: Fleet, guest: FleetMachine, link: links.LinkSheet) -> str:
-    """Those of the two who need the new link."""
+    """Which of the two machines need the new link."""
     slower = [m.name for m in (fleet.host, guest) if m.bytes_per_s < link.bytes_per_s]
     return " and ".join(slower)
 
@@ -157,7 +154,7 @@ def verdict(job: Job, fleet: Fleet, rows: Sequence[Prediction], ours: Prediction
         return NOTHING_TO_SHARE
     helping = [g.name for g in fleet.guests if ours.shares[g.name]]
     same = [row for row in rows if row.strategy in (DDP, DDP_BALANCED, DDP_OVERLAP, ZERO, FSDP) and row.fits]
-    best = max(same, key=lambda row: row.speedup, default=ours)
+    best = fastest(same or [ours])
     if best.speedup > WORTH * max(1.0, ours.speedup):
         return f"use {best.strategy}: {best.speedup:.2f}×; potluck would reach {ours.speedup:.2f}×."
     text = _worth(fleet, ours, helping, found)

@@ -15,14 +15,16 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from potluck.errors import ConfigError
-from potluck.plan import inputs
-from potluck.plan.devices import DEVICES
+from potluck.plan import fleet_inputs
+from potluck.plan.device_names import find_or_none
 from potluck.plan.models import Model
-from potluck.plan.predict import check_strategies, predict
+from potluck.plan.predict import check_strategies, fastest, predict
 from potluck.spec.fleet import DDP_ACCUMULATE, SOLO, Cost, Fleet, Job, Prediction
 
-_PRICE = re.compile(r"^(?:(?P<device>[^=]{1,60})=)?\s*(?P<amount>[0-9]*\.?[0-9]+)\s*/\s*h(?:our)?$", re.IGNORECASE)
-_ELECTRICITY = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*/\s*kwh$", re.IGNORECASE)
+_AMOUNT = r"\s*[$€£]?\s*(?P<amount>[0-9]+(?:\.[0-9]+)?)\s*[$€£]?\s*/\s*"
+"""Requires a digit before the point, because a shell turns "$2.10" into .10."""
+_PRICE = re.compile(rf"^(?:(?P<device>[^=]{{1,60}})=)?{_AMOUNT}h(?:r|our)?$", re.IGNORECASE)
+_ELECTRICITY = re.compile(rf"^{_AMOUNT}kwh$", re.IGNORECASE)
 
 
 class Price(Struct, frozen=True, kw_only=True):
@@ -44,9 +46,9 @@ def parse_price(word: str) -> Price:
 def parse_electricity(word: str) -> float:
     """0.30/kWh."""
     found = _ELECTRICITY.match(word)
-    if found is None or not 0 < float(found[1]) < 1e6:
+    if found is None or not 0 < float(found["amount"]) < 1e6:
         raise ConfigError(f"a price of electricity is AMOUNT/kWh, not {word!r}", hint="for example 0.30/kWh")
-    return float(found[1])
+    return float(found["amount"])
 
 
 def costs(
@@ -59,7 +61,7 @@ def costs(
     model: Model | None = None,
     precision: str = "bf16",
 ) -> tuple[Cost, ...]:
-    """The fastest way of the rows and the host alone on own electricity, then what is rented.
+    """The fastest strategy and the host alone on own electricity, then the rented machines.
 
     A rented device needs the model, because its speed comes from the catalogue.
     """
@@ -79,7 +81,7 @@ def costs(
                 f"a rig has no FLOPs per sample, so what {price.device} would cost is unknown",
                 hint="name the machines: --machine",
             )
-        rented = inputs.from_words([f"rented={price.device}"], model, precision).fleet
+        rented = fleet_inputs.from_words([f"rented={price.device}"], model, precision).fleet
         row = _fastest([predict(job, rented, name) for name in check_strategies(())])
         found.append(_cost(job, row, f"{price.device} rented", price.per_hour))
     return tuple(found)
@@ -88,7 +90,7 @@ def costs(
 def _fastest(rows: Sequence[Prediction]) -> Prediction:
     """The fastest that fits, of those that are the same training."""
     same = [row for row in rows if row.strategy != DDP_ACCUMULATE]
-    return min([row for row in same if row.fits] or same, key=lambda row: row.step_s)
+    return fastest([row for row in same if row.fits] or same)
 
 
 def _watts(fleet: Fleet, row: Prediction) -> float:
@@ -98,7 +100,7 @@ def _watts(fleet: Fleet, row: Prediction) -> float:
     if unknown:
         raise ConfigError(
             f"it is not known how much power {', '.join(unknown[:3])} takes",
-            hint='say it: --machine "NAME=DEVICE,watts=300"',
+            hint='give it: --machine "NAME=DEVICE,watts=300"',
         )
     return math.fsum(m.watts or 0.0 for m in working)
 
@@ -117,6 +119,6 @@ def _cost(job: Job, row: Prediction, what: str, per_hour: float, watts: float | 
 
 def power_notes(fleet: Fleet) -> tuple[str, ...]:
     """Where the watts of the catalogue come from."""
-    found = ((m, DEVICES[m.device]) for m in fleet.machines if m.device in DEVICES)
-    notes = tuple(dict.fromkeys(sheet.about_watts() for m, sheet in found if m.watts == sheet.watts))
-    return (*notes, "a meter at the plug knows better: watts=…") if notes else ()
+    found = ((m, find_or_none(m.device)) for m in fleet.machines)
+    notes = tuple(dict.fromkeys(sheet.about_watts() for m, sheet in found if sheet and m.watts == sheet.watts))
+    return (*notes, "a measurement at the plug is more accurate: watts=…") if notes else ()

@@ -10,11 +10,11 @@ begins, the gradients arrive from all when it ends):
 
 (devices of one node share its link; those beside the host use none)
 
-    T = (B + Σ r_i·o_i) / (r_h + Σ r_i),  o_i = fixed + what of both ways no micro-batch hides
+    T = (B + Σ r_i·o_i) / (r_h + Σ r_i),  o_i = fixed + the part of both transfers that no micro-batch hides
 
-and a step takes T + u: the host updates, the guests wait for that. A guest whose quota is under one sample sits
-out, the slowest first; then the others share the host's link without it. A run admits `MOST_GUESTS` guests: of a
-larger fleet the fastest count.
+and a step takes T + u, because the guests wait for the host's update. Guests whose quota is under one sample sit
+out, the slowest first; then the others share the host's link. A run admits `MOST_GUESTS` guests: of a larger fleet
+only the fastest count.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from potluck.balance.codecs import AUTO, CODING_S_PER_PARAMETER, INT4, THIN, Choice, choose, thinner
+from potluck.balance.codecs import AUTO, CODING_S_PER_PARAMETER, INT4, THIN, Choice, choose, codec_bytes, thinner
 from potluck.balance.leases import Quotas, Speed, quotas
-from potluck.plan.collectives import shared_nic_bytes_per_s
-from potluck.plan.strategies import WAIT_WORTH_S, alone_s, fastest_alone_s, prediction
-from potluck.spec import about
+from potluck.plan.collective_costs import shared_nic_bytes_per_s
+from potluck.plan.rank_strategies import WAIT_WORTH_S, alone_s, fastest_alone_s, prediction
 from potluck.spec.config import MOST_GUESTS
 from potluck.spec.fleet import POTLUCK, Fleet, FleetMachine, Job, Prediction
 from potluck.units import seconds_text
@@ -45,10 +44,10 @@ HUB_BYTES_PER_S = 0.55e9
 def way_s(job: Job, host: FleetMachine, guest: FleetMachine, users: int) -> float:
     """W: time of a coded message between a guest and the host, while this many guests use the host's link."""
     if guest.is_beside(host):
-        return about.codec_bytes(job.codec) * job.parameters * users / HUB_BYTES_PER_S
+        return codec_bytes(job.codec) * job.parameters * users / HUB_BYTES_PER_S
     own = guest.bytes_per_s / guest.node_devices
     rate = shared_nic_bytes_per_s(own, min(host.bytes_per_s, HUB_BYTES_PER_S), users)
-    return about.codec_bytes(job.codec) * job.parameters / rate + host.latency_s + guest.latency_s
+    return codec_bytes(job.codec) * job.parameters / rate + host.latency_s + guest.latency_s
 
 
 def speed_of(job: Job, host: FleetMachine, guest: FleetMachine, users: int) -> Speed:
@@ -63,7 +62,8 @@ def speed_of(job: Job, host: FleetMachine, guest: FleetMachine, users: int) -> S
 
 
 def codecs_of(job: Job, fleet: Fleet, speeds: Mapping[str, Speed]) -> dict[str, Choice]:
-    """With codec auto, what the host would choose for each guest, the one with the longest way first."""
+    """With codec auto, the codec that the host would choose for each guest, the one with the longest transfer
+    first."""
     if job.codec != AUTO:
         return {}
     coding_s, now = CODING_S_PER_PARAMETER * job.parameters, dict(speeds)
@@ -100,7 +100,7 @@ def shares_of(job: Job, fleet: Fleet) -> tuple[Quotas, dict[str, Speed]]:
 
 
 def potluck(job: Job, fleet: Fleet, *, in_words: bool = True) -> Prediction:
-    """The prediction for a host and its guests; not `in_words`: without `waits`, in half of the time."""
+    """The prediction for a host and its guests. Without `in_words` it has no `waits`, and takes half the time."""
     found, speeds = shares_of(job, fleet)
     shares = {fleet.host.name: found.host, **{g.name: found.guests.get(g.name, 0) for g in fleet.guests}}
     unhidden_s = max((speeds[name].unhidden_s(count) for name, count in found.guests.items()), default=0.0)
@@ -138,12 +138,12 @@ def _with_words(fleet: Fleet, row: Prediction, chosen: Mapping[str, Choice]) -> 
     if 0 < len(thin) < len(chosen):
         parts.append(f"the others {INT4}")
     elif len(chosen) > 1 and not thin:
-        parts.append(f"all guests use codec {INT4}: {THIN} would hardly make steps faster")
+        parts.append(f"all guests use codec {INT4}: {THIN} would make steps hardly faster")
     return replace(row, waits=", ".join(parts))
 
 
 def least_batch(job: Job, fleet: Fleet, guest: FleetMachine) -> int:
-    """Samples a step from which both ways of a guest fit into a step of host and guest: B ≥ 2·W·(r_h + r_i).
+    """Samples per step from which both transfers of a guest fit into a step of host and guest: B ≥ 2·W·(r_h + r_i).
 
     With F FLOP/s, BW bytes/s and b bytes a parameter the model's size cancels: b·F/(3·BW) tokens.
     """

@@ -11,13 +11,15 @@ Bytes a parameter, N machines:
     potluck, host    16 + 8.78 (replica, sum, one coded message: measured)
     potluck, guest   8 + 4.26 (residual: measured); no optimizer state
 
-and the activations of one micro-batch on top, where the job says how much those are.
+and the activations of one micro-batch on top, where the job says how much those are. FSDP leaves more memory than
+the others, so its micro-batch may be larger.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from potluck.spec.config import MEMORY_PART
 from potluck.spec.fleet import FSDP, POTLUCK, SOLO, ZERO, Fleet, FleetMachine, Job
 
 TRAINING_BYTES = 16.0
@@ -28,12 +30,15 @@ GUEST_BYTES = 8 + 4.26
 GATHERED_LAYERS = 2
 LAYERS = 12
 """Assumed for a model that does not give it."""
+USUAL_MICRO_BATCH = 8
+"""Samples computed at once where the memory suffices."""
 
 
 def memory_of(strategy: str, job: Job, fleet: Fleet, shares: Mapping[str, int]) -> dict[str, float]:
     """Bytes by machine; 0 for an unused one."""
     return {
-        m.name: _bytes_per_parameter(strategy, m, fleet) * job.parameters + _activations(job, m, shares[m.name])
+        m.name: _bytes_per_parameter(strategy, m, fleet) * job.parameters
+        + (job.activation_bytes_per_sample or 0.0) * min(micro_batch_of(strategy, job, m, fleet), shares[m.name])
         if shares[m.name] or m is fleet.host
         else 0.0
         for m in fleet.machines
@@ -53,5 +58,15 @@ def _bytes_per_parameter(strategy: str, machine: FleetMachine, fleet: Fleet) -> 
     return TRAINING_BYTES + BUCKET_BYTES
 
 
-def _activations(job: Job, machine: FleetMachine, share: int) -> float:
-    return (job.activation_bytes_per_sample or 0.0) * min(machine.micro_batch, share)
+def micro_batch_of(strategy: str, job: Job, machine: FleetMachine, fleet: Fleet) -> int:
+    """The samples that the machine computes at once with this strategy."""
+    if strategy != FSDP or not machine.by_memory or machine.memory_bytes is None:
+        return machine.micro_batch
+    state_bytes = _bytes_per_parameter(strategy, machine, fleet) * job.parameters
+    return fitting(machine.memory_bytes, state_bytes, job.activation_bytes_per_sample or 0.0, USUAL_MICRO_BATCH)
+
+
+def fitting(memory_bytes: float, state_bytes: float, sample_bytes: float, most: int) -> int:
+    """Samples whose activations fit beside the weights and what belongs to them; at least one."""
+    room = MEMORY_PART * max(0.0, memory_bytes - state_bytes)
+    return int(min(most, max(1, room // sample_bytes))) if sample_bytes else most

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from potluck.checked import nearest
 from potluck.errors import ConfigError
-from potluck.spec import about
+from potluck.plan import about
 from potluck.spec.fleet import FP32_BYTES, Job
 from potluck.spec.rig import Workload
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from potluck.errors import ConfigError
+from potluck.plan import about
 from potluck.plan.predict import predict
-from potluck.plan.strategies import balanced_shares, ddp, equal_shares
-from potluck.spec import about
+from potluck.plan.rank_strategies import balanced_shares, ddp, equal_shares
 from potluck.spec.fleet import DDP, DDP_OVERLAP, FSDP, POTLUCK, SOLO, STRATEGIES, ZERO, Fleet, FleetMachine, Job
 from potluck.spec.rig import Machine, Rig
 

@@ -4,7 +4,7 @@ PURE. Samples are real numbers here, and guests are counted by kind, so that a t
 ten.
 
 Flat: all guests at one hub. With k of them helping, each has a k-th of the host's link; one more makes the step
-shorter until its two transfers no longer hide. The best k that a run admits is taken, the others sit out.
+shorter until its two transfers are no longer hidden. The best k that a run admits is taken, the others sit out.
 
 Tree: every hub has f guests, of which some are hubs themselves; d levels reach n guests when f + f² + … + f^d ≥ n.
 Pieces of weights are passed on down, pieces of summed gradients up, as they arrive, so that a transfer takes W(f)
@@ -26,12 +26,12 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from potluck.balance.codecs import codec_bytes
 from potluck.balance.leases import Speed
 from potluck.errors import ConfigError
-from potluck.plan.collectives import ring_all_reduce_s, slowest_link
+from potluck.plan.collective_costs import ring_all_reduce_s, slowest_link
 from potluck.plan.hub import HUB_BYTES_PER_S, speed_of
-from potluck.plan.strategies import RING_PART, fastest_alone_s
-from potluck.spec import about
+from potluck.plan.rank_strategies import RING_PART, fastest_alone_s
 from potluck.spec.config import MOST_GUESTS
 from potluck.spec.fleet import Fleet, FleetMachine, Job
 
@@ -188,7 +188,7 @@ def _row(job: Job, fleet: Fleet, guests: int) -> ScaleRow:
         ideal=alone_s / (job.batch / (fleet.host.samples_per_s + rates) + fleet.host.update_s),
         flat=alone_s / step_s,
         helping=helping,
-        link_busy=helping * about.codec_bytes(job.codec) * job.parameters / host_rate / step_s,
+        link_busy=helping * codec_bytes(job.codec) * job.parameters / host_rate / step_s,
         tree=alone_s / min(step_s, tree_s(job, fleet, guests, fan)),
         fan=fan,
         levels=levels_of(guests, fan) if fan > 1 else 1,
@@ -199,14 +199,14 @@ def _row(job: Job, fleet: Fleet, guests: int) -> ScaleRow:
 def _words(job: Job, fleet: Fleet, rows: Sequence[ScaleRow], full: int | None) -> str:
     last = rows[-1]
     if full == 0:
-        return "not even one guest helps: its two ways take longer than a step"
+        return "not even one guest helps: its two transfers take longer than a step"
     if full is None:
         return f"one hub serves {last.guests} guests: {last.flat:.2f}× of {last.ideal:.2f}×"
     whose = "link" if fleet.host.bytes_per_s < HUB_BYTES_PER_S else f"transport ({HUB_BYTES_PER_S / 1e9:g} GB/s)"
     if full == MOST_GUESTS:
         why = f"a run admits {MOST_GUESTS}"
     else:
-        why = f"each has a smaller part of the host's {whose}, and its two ways no longer hide behind its computing"
+        why = f"each has a smaller part of the host's {whose}, and computing no longer hides its two transfers"
     if last.guests >= job.batch / 2:
         why += f"; a step has only {job.batch:,} samples"
     text = f"from {full} guest{'s' * (full > 1)} on one more does not help: {why}"

@@ -22,7 +22,7 @@ ACCEPT_S = 3.0
 _SECRET_S = 1.0
 _MOST_STRANGERS = 8
 _TURN_S = 0.25
-"""No call waits longer for the other side, so that an end is seen."""
+"""Timeout of each call, so that the end of the other side is detected."""
 _PATIENCE_S = 1.5
 _TAIL_S = 0.2
 """Sending lasts this much longer than measuring, so that the measurement does not include the end."""
@@ -31,10 +31,10 @@ _GO = b"\x01"
 
 
 class Offer:
-    """The side that listens. Make it, tell port and secret, then serve() in a thread; close() ends that."""
+    """The listening side. Create it, send its port and secret, then run serve() in a thread; close() ends that."""
 
     def __init__(self, bind: str, visitor: str, *, takes: bool, sends: bool, seconds: float) -> None:
-        """`visitor`: the only address that is let in. OSError where `bind` cannot be listened on."""
+        """`visitor`: the only address that is admitted. Raises OSError if it cannot listen on `bind`."""
         self._visitor, self._takes, self._sends, self._seconds = visitor, takes, sends, seconds
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self._server = socket.create_server((bind, 0), backlog=2)
@@ -43,7 +43,7 @@ class Offer:
         self._closed = False
 
     def serve(self) -> Rate | None:
-        """The rate of what arrived here; None if nothing was expected or nobody connected."""
+        """The rate at which data arrived here; None if none was expected or nobody connected."""
         with self._server:
             self._link = self._accepted()
         if self._link is None or self._closed:
@@ -57,7 +57,7 @@ class Offer:
             return None
 
     def close(self) -> None:
-        """From any thread."""
+        """Callable from any thread."""
         self._closed = True
         for member in (self._server, self._link):
             if member is not None:
@@ -97,16 +97,16 @@ class Offer:
 
 
 def visit(address: str, port: int, secret: bytes, *, sends: bool, takes: bool, seconds: float) -> Rate | None:
-    """The side that connects. Returns the rate of what arrived here; OSError if it is not admitted."""
+    """The connecting side. Returns the rate at which data arrived here. Raises OSError if it is not admitted."""
     with socket.create_connection((address, port), timeout=ACCEPT_S) as link:
         link.sendall(secret)
         if link.recv(1) != _GO:
-            raise ConnectionRefusedError("the other side hung up")
+            raise ConnectionRefusedError("the other side closed the connection")
         return exchange(link, sends=sends, takes=takes, seconds=seconds)
 
 
 def exchange(link: socket.socket, *, sends: bool, takes: bool, seconds: float) -> Rate | None:
-    """Send, take or both for some seconds; the rate of what was taken."""
+    """Send, receive or both for some seconds. Returns the receiving rate."""
     with contextlib.suppress(OSError):
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.settimeout(_TURN_S)
@@ -142,7 +142,7 @@ def _send(link: socket.socket, seconds: float) -> None:
 
 
 def _take(link: socket.socket, seconds: float, *, to_the_end: bool) -> Rate | None:
-    """`to_the_end`: hanging up earlier would break what is still sent from here."""
+    """`to_the_end`: closing earlier would break data that is still sent from here."""
     meter, buffer = Meter(seconds), bytearray(4 * _PIECE)
     deadline = time.monotonic() + seconds + _PATIENCE_S
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Measures collectives on the torch.distributed group that is up, and checks every result.
+"""Measures collectives on the present torch.distributed group, and checks every result.
 
 Backends are measured in turn, repetition by repetition, so that other work on the machine affects all alike.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from potluck.device.base import Device
 from potluck.device.cpu import CpuDevice
 from potluck.errors import UserError
-from potluck.spec.collectives import CollectiveRow
+from potluck.spec.collective_rows import CollectiveRow
 
 _WARM_UP = 2
 _MOST_REPEATS, _LEAST_REPEATS = 200, 5
@@ -25,7 +25,7 @@ _BYTES_TO_MOVE = 256 << 20
 SHORT_SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 _LEAST_SHORT, _MOST_SHORT = 3, 60
 _PERIOD = 13
-"""Inputs are whole numbers that repeat: their sums are exact, so a wrong element is one that differs at all."""
+"""Inputs are repeating whole numbers, whose sums are exact, so every element that differs is wrong."""
 
 # torch 2.13 has new names for these two, and warns of the old ones.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 class CollectiveCase:
-    """One collective at one size on this rank: its tensors, how it is called, and what must come out."""
+    """One collective at one size on this rank: its tensors, its call, and the expected result."""
 
     def __init__(
         self, op: str, size_bytes: int, dtype: torch.dtype, rank: int, world: int, device: torch.device = CPU
@@ -45,7 +45,7 @@ class CollectiveCase:
         parts = world if op in ("all_gather", "reduce_scatter") else 1
         each = max(1, size_bytes // dtype.itemsize // parts)
         self.count = each * parts
-        """Elements of the long side, which is what the size says."""
+        """Elements of the longer side, which is the stated size."""
         self._pattern = (torch.arange(self.count, device=device) % _PERIOD).to(dtype)
         self._each = each
         self._input = self._pattern.clone()
@@ -70,11 +70,11 @@ class CollectiveCase:
             _reduce_scatter(self._output, self._input, group=group)
 
     def wrong(self, tolerance: float = 0.0) -> int:
-        """Elements of this rank that are not what they should be, or further off than this share of the largest."""
+        """Number of wrong elements on this rank: those further off than this share of the largest."""
         return sum(_differ(found, wanted, tolerance) for found, wanted in self._results())
 
     def _results(self) -> list[tuple[Tensor, Tensor]]:
-        """What came out on this rank, and what should have."""
+        """The result on this rank, and the expected one."""
         ranks = self.world * (self.world - 1) // 2
         total = self._pattern * self.world + ranks
         if self.op == "all_reduce":
@@ -139,18 +139,18 @@ def measure(
 def short(
     *, seconds: float = 5.0, link_bytes_per_s: float | None = None, device: Device | None = None
 ) -> list[CollectiveRow]:
-    """A short table of all-reduces in the default group, which is up: call it on every rank, print it on one.
+    """A short table of all-reduces in the default group. Call it on every rank, and print it on one.
 
-        for line in potluck.spec.collectives.table(potluck.probe.collectives.short()):
+        for line in potluck.report.collective_table.table(potluck.probe.collectives.short()):
             print(line)
 
-    Sizes grow from 4 KiB while the next is likely to be over in time, so a thin link gets the small ones only.
+    Sizes grow from 4 KiB while the next one will probably end in time, so a slow link measures only small ones.
     `device`: where the tensors are (`potluck.device.pick("cuda")`); the CPU if not given. All ranks decide by the
     same figures, so none is left behind.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
-            "there is no process group", hint="call torch.distributed.init_process_group('potluck') before"
+            "there is no process group", hint="call torch.distributed.init_process_group('potluck') first"
         )
     name = dist.get_backend()
     device = device or CpuDevice()
@@ -177,7 +177,7 @@ def short(
 
 
 def repeats_for(size_bytes: int) -> int:
-    """Many of what is small: its times scatter most."""
+    """Number of repetitions: more for small sizes, whose times scatter most."""
     return max(_LEAST_REPEATS, min(_MOST_REPEATS, _BYTES_TO_MOVE // max(size_bytes, 1)))
 
 

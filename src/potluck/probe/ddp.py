@@ -1,6 +1,6 @@
-"""Measures how fast a small GPT trains under stock DistributedDataParallel on the group that is up.
+"""Measures how fast a small GPT trains under stock DistributedDataParallel on the present group.
 
-The training is a user's: only the model comes from Potluck.
+The training loop is like a user's: only the model comes from Potluck.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from potluck.device.base import Device
 from potluck.probe.slowest_link import SlowestLink
-from potluck.spec.collectives import bus_factor
-from potluck.spec.ddp import DdpRow, share
+from potluck.spec.collective_rows import bus_factor
+from potluck.spec.ddp_rows import DdpRow, share
 from potluck.train.recipes.gpt import BYTES, GptConfig, GptRecipe
 
 _WARM_UP = 2
@@ -27,12 +27,12 @@ ALONE = SlowestLink(None, "", 1)
 
 
 class DdpJob(Struct, frozen=True, kw_only=True):
-    """What is trained."""
+    """The workload."""
 
     depth: int = 4
     sequence: int = 128
     batch: int = 4
-    """Samples that each process computes in a step, of its own."""
+    """Samples of each process in a step."""
     global_batch: int | None = None
     """Samples of a step over all processes, the same for any number of them. Replaces `batch`."""
     steps: int = 8
@@ -43,8 +43,8 @@ class DdpJob(Struct, frozen=True, kw_only=True):
         return self.batch if self.global_batch is None else share(self.global_batch, world)
 
 
-class _Samples:
-    """The samples of one rank, step by step: its own, or its part of those of all."""
+class _RankSamples:
+    """The samples of one rank in each step: its own, or its part of a global batch."""
 
     def __init__(self, job: DdpJob, rank: int, world: int) -> None:
         each = job.samples_for(world)
@@ -58,14 +58,14 @@ class _Samples:
 
 
 def train(job: DdpJob, backend: str, device: Device, link: SlowestLink = ALONE, group: Any = None) -> DdpRow:
-    """Train some steps on a group, or on the default one, or alone where there is none."""
+    """Train some steps on a group, on the default group, or alone without one."""
     world = dist.get_world_size(group) if dist.is_initialized() else 1
     rank = dist.get_rank() if world > 1 else 0
     config = GptConfig(depth=job.depth, sequence=job.sequence, seed=job.seed)
     plain = GptRecipe().model(config).to(device.torch_device)
     model: nn.Module = DistributedDataParallel(plain, process_group=group) if world > 1 else plain
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    own = _Samples(job, rank, world)
+    own = _RankSamples(job, rank, world)
 
     def step(exchange: bool = True) -> tuple[float, Tensor]:
         samples = own.draw().to(device.torch_device)
@@ -141,7 +141,7 @@ def _reduce_alone(nbytes: int, device: Device, group: Any) -> float:
 
 
 def _gpus(device: Device, world: int, group: Any) -> int:
-    """How many GPUs compute: one for each rank, or the same one for all of them."""
+    """Number of GPUs that compute: one for each rank, or one shared by all."""
     if device.kind == "cpu":
         return 0
     index = device.torch_device.index or 0

@@ -1,4 +1,4 @@
-"""Runs iperf3, where both machines have it: a second opinion on the bare link."""
+"""Runs iperf3, if both machines have it, as a second measurement of the bare link."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Server:
     """One iperf3 that serves one test and ends, or is ended."""
 
     def __init__(self, bind: str, seconds: float) -> None:
-        """OSError where it cannot be started."""
+        """Raises OSError if it cannot be started."""
         with socket.create_server((bind, 0)) as free:
             self.port: int = free.getsockname()[1]
         self._end = time.monotonic() + seconds
@@ -50,7 +50,7 @@ class Server:
 
 
 def visit(address: str, port: int, *, reverse: bool, seconds: float) -> Rate | None:
-    """One test against such a server; None where it did not work."""
+    """One test against such a server; None if it failed."""
     whole = max(1, math.ceil(seconds))
     command = [PROGRAM, "--client", address, "--port", str(port), "--time", str(whole), "--json"]
     deadline = time.monotonic() + START_S
@@ -72,7 +72,7 @@ def visit(address: str, port: int, *, reverse: bool, seconds: float) -> Rate | N
 
 
 def rate_in(said: bytes) -> Rate | None:
-    """What arrived, in iperf3's JSON."""
+    """The received rate, from iperf3's JSON."""
     try:
         table = json.loads(said)["end"]
         bits = table["sum_received"]["bits_per_second"]

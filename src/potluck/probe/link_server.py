@@ -1,7 +1,7 @@
-"""The probe that listens: answers another that came with its token, and measures with it, one visitor at a time.
+"""The listening probe: answers another probe that has its token, and measures with it, one visitor at a time.
 
-The visitor decides what is measured next; every size and time it names is bounded. `spec/probe_messages.py` has the
-messages. A doctor or a guest that came with this token is told that nothing for it runs here.
+The visitor decides what is measured next; all its sizes and times are bounded. `spec/probe_messages.py` has the
+messages. A doctor or a guest with this token is told that it cannot be served here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 from potluck.errors import WireError
 from potluck.probe import bare, iperf
-from potluck.probe.stream import MOST_PIECE, Meter, Window
+from potluck.probe.stream import FULL_S, MOST_PIECE, SENDING_S, Meter, Window
 from potluck.spec.messages import HelloMessage, RefuseMessage, UnknownMessage
 from potluck.spec.probe_messages import (
     FromListener,
@@ -48,14 +48,13 @@ from potluck.wire.transport import HostSocket
 
 GRACE_S = 5.0
 """A visitor that is silent for this long after its request makes room for the next."""
-_SENDING_S, _FULL_S = 0.05, 0.002
 ANY = "0.0.0.0"
 TO_LISTENER: Reader[ToListener] = Reader(get_args(ToListener))
 
 
 @dataclass(slots=True, kw_only=True)
-class _Flow:
-    """One measurement in our own way, as this side sees it."""
+class _PathFlow:
+    """One measurement with Potluck's transport, from this side's view."""
 
     guest: bytes
     number: int
@@ -66,7 +65,7 @@ class _Flow:
 
 
 def no_host(verb: str) -> RefuseMessage:
-    """The answer to a guest that came with the token of something else, as a host would refuse it."""
+    """The answer to a guest whose token is for something else: a refusal like a host's."""
     return RefuseMessage(
         reason=f"this token is of `potluck {verb} --listen`, and no run is there",
         hint="take the line that `potluck host` prints on the machine that holds the run",
@@ -74,14 +73,14 @@ def no_host(verb: str) -> RefuseMessage:
 
 
 class LinkServer:
-    """Serves the probes that come. All methods belong to one thread."""
+    """Serves the probes that connect. All methods belong to one thread."""
 
     def __init__(
         self, door: HostSocket, bind: str, speed: DeviceSpeed, *, iperf3: bool = True, bare_tcp: bool = True
     ) -> None:
         self._door, self._bind, self._speed, self._bare_tcp = door, bind, speed, bare_tcp
         self._iperf3 = iperf3 and iperf.installed()
-        self._flow: _Flow | None = None
+        self._flow: _PathFlow | None = None
         self._guest, self._until = b"", 0.0
         self._offer: tuple[bytes, int, bare.Offer, Future[Rate | None]] | None = None
         self._iperf: iperf.Server | None = None
@@ -91,14 +90,14 @@ class LinkServer:
         """Called with a visitor's name and address when it says hello."""
 
     def serve(self, timeout_s: float) -> None:
-        """Answer what has come and send what is due; waits up to `timeout_s`."""
+        """Answer the arrived messages and send what is due. Waits up to `timeout_s`."""
         for peer, frames in self._door.receive(self.send_due(timeout_s)):
             with contextlib.suppress(WireError):
                 self.answer(peer, *TO_LISTENER.read(frames), self._door.address_of(frames))
         self.settle()
 
     def settle(self) -> None:
-        """What is to be said after messages were answered."""
+        """Messages to send after the arrived ones were answered."""
         self._acknowledge()
         if self._offer is not None and self._offer[3].done():
             peer, number, _, future = self._offer
@@ -147,7 +146,7 @@ class LinkServer:
                 self._send(peer, UnknownMessage(probe=True))
 
     def _measure(self, peer: bytes, message: ProbeFlow | ProbeEnd | ProbeBare | ProbeIperf, address: str) -> None:
-        """What only one visitor can have at a time."""
+        """Resources that only one visitor can use at a time."""
         now, guest = time.monotonic(), peer[:-1]
         taken = guest != self._guest and now < self._until
         # One whose connection is gone cannot be written to: the next need not wait for its time to pass.
@@ -174,7 +173,7 @@ class LinkServer:
         if not asked.seconds:
             return
         now = time.monotonic()
-        self._flow = _Flow(
+        self._flow = _PathFlow(
             guest=peer[:-1],
             number=asked.flow,
             end=now + asked.seconds,
@@ -184,7 +183,7 @@ class LinkServer:
         self._send(peer, ProbeReady(id=asked.id))
 
     def send_due(self, timeout_s: float) -> float:
-        """Send what may be on its way; how long to wait for what comes back."""
+        """Send as much as may be in flight. Returns how long to wait for answers."""
         flow = self._flow
         now = time.monotonic()
         if flow is None or flow.window is None or now >= flow.end:
@@ -192,9 +191,9 @@ class LinkServer:
         while size := flow.window.piece(now):
             piece = pack(ProbePiece(flow=flow.number), (self._block[:size],))
             if not self._door.send(flow.guest + b"d", piece):
-                return min(timeout_s, _FULL_S)
+                return min(timeout_s, FULL_S)
             flow.window.sent += size
-        return min(timeout_s, _SENDING_S)
+        return min(timeout_s, SENDING_S)
 
     def _acknowledge(self) -> None:
         flow = self._flow
@@ -255,7 +254,7 @@ class LinkServer:
         self._send(peer, ProbeDoor(id=asked.id, port=self._iperf.port))
 
 
-def _is_of(flow: _Flow, guest: bytes, message: ProbePiece | ProbeTook | ProbeEnd) -> bool:
+def _is_of(flow: _PathFlow, guest: bytes, message: ProbePiece | ProbeTook | ProbeEnd) -> bool:
     return flow.guest == guest and message.flow == flow.number
 
 

@@ -1,4 +1,4 @@
-"""The probe that comes with a token: measures the link to the one that listens, path by path.
+"""The connecting probe: measures the link to the listening probe, path by path.
 
 `spec/probe_messages.py` has the messages.
 """
@@ -9,9 +9,9 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 from msgspec import structs
 
@@ -20,8 +20,9 @@ from potluck.doctor.facts.interfaces import route_to
 from potluck.doctor.facts.system import System
 from potluck.errors import NetworkError, PotluckError, WireError
 from potluck.probe import bare, iperf
-from potluck.probe.reach import number_of, tried_all
-from potluck.probe.stream import MOST_PIECE, Meter, Shares, Window, round_trips
+from potluck.probe.measuring import Say
+from potluck.probe.stream import FULL_S, MOST_PIECE, SENDING_S, Meter, Shares, Window, round_trips
+from potluck.probe.tcp_attempts import number_of, tried_all
 from potluck.spec.facts import CONNECTED
 from potluck.spec.messages import RefuseMessage, UnknownMessage
 from potluck.spec.probe_messages import (
@@ -54,24 +55,22 @@ from potluck.wire.transport import GuestSocket
 ANSWER_S, CONNECT_S, LEAST_S = 5.0, 10.0, 0.05
 DRAIN_S = 2.0
 PING_S = 0.005
-"""Between two round trips of an idle link."""
+"""Time between two round trips on an idle link."""
 LOADED_PING_S = 0.05
 IDLE_TIMES = 4
-"""Number of round trips over the whole measurement, so that jitter is that of all of it."""
+"""Number of round trips, spread over the whole measurement so that the jitter covers all of it."""
 MOST_PATHS = 4
 MOST_SPEED_BYTES = 64 * 1024
 MOST_TEXT = 200
 FROM_LISTENER: Reader[FromListener] = Reader(get_args(FromListener))
-_SENDING_S, _FULL_S = 0.05, 0.002
 
 Asked = ProbeHello | ProbeEcho | ProbeFlow | ProbeEnd | ProbeBare | ProbeIperf | ProbeBye
-Progress = Callable[[str], None]
 Directions = tuple[tuple[str, bool, bool], ...]
 DIRECTIONS: Directions = (("to {}", True, False), ("from {}", False, True), ("both at once", True, True))
 
 
 def measure(
-    token: Token, name: str, seconds: float, progress: Progress, *, iperf3: bool = True
+    token: Token, name: str, seconds: float, progress: Say, *, iperf3: bool = True
 ) -> tuple[DeviceSpeed, tuple[ProbedPath, ...]]:
     """The other machine, and every path to it that a connection can take, the one that a run would use first."""
     progress("looking for the other machine")
@@ -82,7 +81,7 @@ def measure(
         tried = ", ".join(f"{reach.address} ({reach.outcome})" for reach in reaches)
         raise NetworkError(
             f"the other machine does not answer at port {token.port}: {tried}",
-            hint="is `potluck probe --listen` still running there? `potluck doctor TOKEN` says who blocks",
+            hint="is `potluck probe --listen` still running there? `potluck doctor TOKEN` says which side blocks",
         )
     visit = Visit(token, name, progress)
     try:
@@ -97,8 +96,8 @@ def measure(
     return there, tuple(paths)
 
 
-def _other_path(token: Token, name: str, progress: Progress, system: System, shares: Shares) -> ProbedPath:
-    """One that a run would not use: what goes wrong there is a note, no failure."""
+def _other_path(token: Token, name: str, progress: Say, system: System, shares: Shares) -> ProbedPath:
+    """A path that a run would not use. A problem there is a note, not a failure."""
     try:
         visit = Visit(token, name, progress)
     except PotluckError as error:
@@ -115,8 +114,8 @@ def _other_path(token: Token, name: str, progress: Progress, system: System, sha
 class Visit:
     """One connection to the other probe."""
 
-    def __init__(self, token: Token, name: str, progress: Progress, *, end: float = math.inf) -> None:
-        """`end`: by the monotonic clock; what is not over by then fails."""
+    def __init__(self, token: Token, name: str, progress: Say, *, end: float = math.inf) -> None:
+        """`end`: by the monotonic clock; anything unfinished then fails."""
         self._name, self._progress, self._end = name, progress, end
         self._there = "the other machine"
         self._socket = GuestSocket(token, connect_timeout_s=self._within(CONNECT_S))
@@ -124,7 +123,7 @@ class Visit:
         self._ids = 0
         self._awaited = 0
         self._heard: Received[FromListener] | None = None
-        """The answer to what is awaited. Nothing else is kept, so nobody can fill this machine's memory."""
+        """The awaited answers. Nothing else is stored, so nobody can fill this machine's memory."""
         self._block = memoryview(os.urandom(MOST_PIECE))
         self._flow = self._acked = 0
         self._window: Window | None = None
@@ -215,7 +214,7 @@ class Visit:
         return found
 
     def _streamed(self, out: bool, back: bool, seconds: float) -> tuple[Rate | None, Rate | None]:
-        """Our own way: what arrived there, and here."""
+        """Measure Potluck's transport: the rates that arrived there and here."""
         self._flow += 1
         self._acked = 0
         self._meter = Meter(seconds) if back else None
@@ -250,14 +249,14 @@ class Visit:
         return not (left or waits) or now > min(end + DRAIN_S, self._end)
 
     def _send_pieces(self, now: float, end: float) -> float:
-        """Send what may be on its way; how long to wait for what comes back."""
+        """Send as much as may be in flight. Returns how long to wait for answers."""
         if self._window is None or now >= end:
-            return _SENDING_S
+            return SENDING_S
         while size := self._window.piece(now):
             if not self._socket.send_data(pack(ProbePiece(flow=self._flow), (self._block[:size],))):
-                return _FULL_S
+                return FULL_S
             self._window.sent += size
-        return _SENDING_S
+        return SENDING_S
 
     def _bared(self, out: bool, back: bool, seconds: float, notes: list[str]) -> tuple[Rate | None, Rate | None]:
         if not self._bare:
@@ -309,7 +308,7 @@ class Visit:
         return self._answer(self._say(asked), ANSWER_S)
 
     def _answer(self, number: int, timeout_s: float) -> Received[FromListener]:
-        """The answer to a question; of two with one number, the next."""
+        """The answer to a question; if two have the same number, the next one."""
         timeout_s = self._within(timeout_s)
         deadline = time.monotonic() + timeout_s
         self._awaited, self._heard = number, None
@@ -327,7 +326,7 @@ class Visit:
         return answer
 
     def _pump(self, timeout_s: float) -> None:
-        """Take what has come; waits up to `timeout_s`."""
+        """Process the arrived messages. Waits up to `timeout_s`."""
         for _, frames in self._socket.receive(timeout_s):
             with contextlib.suppress(WireError):
                 self._take(FROM_LISTENER.read(frames))
@@ -362,7 +361,7 @@ class Visit:
     def _gone(self) -> NetworkError:
         return NetworkError(
             f"the connection to {self._there} ended",
-            hint="did somebody stop `potluck probe --listen`? `potluck doctor TOKEN` looks at the way there",
+            hint="did somebody stop `potluck probe --listen`? `potluck doctor TOKEN` checks the connection to it",
         )
 
 
@@ -397,7 +396,7 @@ def speed_in(frames: Sequence[bytes | memoryview]) -> DeviceSpeed:
         speed = checked.convert(load_json(bytes(frames[0])), DeviceSpeed)
     except PotluckError:
         return unknown
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     for name in DeviceSpeed.__struct_fields__:
         value = getattr(speed, name)
         if isinstance(value, str):

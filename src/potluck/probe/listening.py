@@ -1,4 +1,5 @@
-"""A socket for another machine's doctor or probe: admits only who has its newly made token, for a limited time."""
+"""A socket for another machine's doctor or probe: admits only connections with its new token, for a limited
+time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `potluck probe` measures of one machine and its link, in which order, and for how long each."""
+"""Decides what `potluck probe` measures of one machine and its link, in which order, and for how long."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 DEVICE_PART = 1 / 3
 """The share of the time for the device if a link is measured too."""
+LINK_S = 1.0
+"""Time for the link between ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,20 +27,20 @@ class Measuring:
     """What to measure."""
 
     name: str
-    """Of this machine."""
+    """Name of this machine."""
     seconds: float
     with_device: bool
     iperf3: bool
     """Whether to run it if both machines have it."""
     token: Token | None
     address: tuple[str, int | None] | None
-    """Of a machine without Potluck: its port may be unknown."""
+    """Address of a machine without Potluck, whose port may be unknown."""
     recipe: str
     settings: Mapping[str, object]
-    """Of the recipe; they are checked when it is built."""
+    """Settings of the recipe, checked when it is built."""
     device: str | None
     usual_device: str | None
-    """Of this machine, where none is named."""
+    """Number of threads of this machine, if none is given."""
     threads: int | None
     micro_batch: int | None
 
@@ -49,7 +51,7 @@ class Measuring:
         return self.part_s(DEVICE_PART if linked else 1.0)
 
     def part_s(self, part: float) -> float:
-        """This part of the time, where the device is measured at all."""
+        """The device's share of the time, if the device is measured."""
         return self.seconds * part if self.with_device else 0.0
 
     def measure(self, say: Say) -> Probed:
@@ -69,6 +71,26 @@ class Measuring:
             path = round_trip.measure(self.name, *self.address, link_s, say)
             return Probed(here=here, paths=(path,))
         return Probed(here=here)
+
+    def measure_in_group(self, backend: str, say: Say) -> Probed:
+        """As one of several ranks: rank 0 measures its device, then all of them measure collectives."""
+        from potluck.probe.groups import check_backends, groups_of, is_first, rank_device
+
+        on = "cuda" if backend.lower() == "nccl" and self.device is None else self.device or "cpu"
+        check_backends(backend, None, on)
+        device, device_s = rank_device(on), self.part_s(DEVICE_PART)
+        here = self.measure_device(device_s if is_first() else 0.0, say)
+        say("starting the group")
+        with groups_of([backend], device) as (_, store):
+            from potluck.probe import slowest_link
+            from potluck.probe.collectives import short
+
+            say("the rate of the link between the ranks")
+            found = slowest_link.slowest(store, seconds=LINK_S)
+            say("collectives")
+            rate, left_s = found.bytes_per_s_of(backend), max(1.0, self.seconds - device_s - LINK_S)
+            rows = short(seconds=left_s, link_bytes_per_s=rate, device=device)
+        return Probed(here=here, collectives=tuple(rows), link_kind=found.kind)
 
     def measure_device(self, seconds: float, say: Say) -> DeviceSpeed:
         if not seconds:

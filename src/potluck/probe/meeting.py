@@ -1,7 +1,7 @@
 """Two doctors: one listens, one connects with its token. They exchange facts and test both directions.
 
 `spec/probe_messages.py` has the messages. A running host answers a doctor with `unknown`, which still shows that it
-is there and what reaches it.
+is reachable and how.
 """
 
 from __future__ import annotations
@@ -11,23 +11,26 @@ import ipaddress
 import math
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 from msgspec import structs
 
 from potluck import checked
+from potluck.doctor.facts.collecting import Wanted, collect
 from potluck.doctor.facts.interfaces import family_of, route_to
 from potluck.doctor.facts.system import System
 from potluck.errors import PotluckError, WireError
-from potluck.probe import ways
+from potluck.probe import address_rates
 from potluck.probe.link_server import TO_LISTENER, LinkServer, no_host
 from potluck.probe.link_visit import FROM_LISTENER
-from potluck.probe.reach import COMMON_PORTS, TRY_S, number_of, tried, tried_all
+from potluck.probe.measuring import Say
+from potluck.probe.tcp_attempts import COMMON_PORTS, TRY_S, number_of, tried, tried_all
 from potluck.spec.facts import (
     CONNECTED,
     Between,
+    Case,
     Facts,
     Reach,
     Transfer,
@@ -52,19 +55,22 @@ from potluck.wire.frames import Received, pack
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket, HostSocket
 
+LIMIT_S = 20.0
+"""Time limit of one `potluck doctor`, as the docs promise."""
+_LAST_S = 2.0
+"""The part of LIMIT_S reserved for starting, the end of a failed handshake and printing."""
 ANSWER_S = 3.0
 VISIT_S = 10.0
-"""For all questions together."""
+"""Time limit for all questions together."""
 LEAST_S = 0.05
 BACK_S = 2.0
 SMALL, LARGE = 400, 24 * 1024
-"""Bytes: one packet on any network; several full ones, of jumbo frames too, for which a slow link has the time."""
-
-Progress = Callable[[str], None]
+"""Sizes of test messages in bytes: one packet on any network, and several full packets, also with jumbo frames,
+that a slow link can send in time."""
 
 
 def about(facts: Facts) -> DoctorHello:
-    """What fits into one small packet."""
+    """A size that fits into one small packet."""
     return DoctorHello(
         name=facts.name[:60],
         platform=facts.platform[:80],
@@ -78,7 +84,25 @@ def about(facts: Facts) -> DoctorHello:
 # -- the side that comes ---------------------------------------------------------------------------------------
 
 
-def try_address(facts: Facts, address: str, port: int | None, system: System, progress: Progress) -> Between:
+def look(
+    wanted: Wanted,
+    progress: Say,
+    *,
+    token: Token | None = None,
+    address: tuple[str, int | None] | None = None,
+    back_port: int = 0,
+) -> Case:
+    """The facts of this machine and of its connection to another one, by token or address, within LIMIT_S."""
+    system, end = System(), time.monotonic() + LIMIT_S - _LAST_S
+    here = collect(wanted, system, progress)
+    if token is not None:
+        left_s = max(0.0, end - time.monotonic())
+        between, there = meet(here, token, system, progress, back_port=back_port, limit_s=left_s)
+        return Case(here=here, there=there, between=between)
+    return Case(here=here, between=try_address(here, *address, system, progress) if address is not None else None)
+
+
+def try_address(facts: Facts, address: str, port: int | None, system: System, progress: Say) -> Between:
     """An address without a token: whether anything there answers, from this side alone."""
     progress(f"trying {address}")
     targets = [(address, port, True)] if port is not None else []
@@ -87,11 +111,11 @@ def try_address(facts: Facts, address: str, port: int | None, system: System, pr
 
 
 def meet(
-    facts: Facts, token: Token, system: System, progress: Progress, back_port: int = 0, limit_s: float = math.inf
+    facts: Facts, token: Token, system: System, progress: Say, back_port: int = 0, limit_s: float = math.inf
 ) -> tuple[Between, Facts | None]:
-    """Everything that can be tried with a token: with a doctor on the other side, or with a running host.
+    """All tests with a token, against a doctor on the other side or a running host.
 
-    It is over within `limit_s`, or a moment later: what is not answered by then counts as not answered.
+    It ends within `limit_s`, or a moment later. Anything unanswered by then counts as not answered.
     """
     end = time.monotonic() + limit_s
     progress(f"trying {', '.join(token.addresses)}")
@@ -103,7 +127,7 @@ def meet(
         others = [(first, other, False) for other in COMMON_PORTS if other != token.port]
         reaches += tried_all(system, facts.name, others, timeout_s=_within(end, TRY_S / 2))
         return Between(target="a token", reaches=reaches), None
-    visit = _Visit(facts, progress, end)
+    visit = _DoctorVisit(facts, progress, end)
     try:
         there = visit.run(token, back_port)
         if there is not None:
@@ -113,16 +137,16 @@ def meet(
     return visit.between(reaches), there
 
 
-class _Visit:
+class _DoctorVisit:
     """One visit at a doctor or a host."""
 
-    def __init__(self, facts: Facts, progress: Progress, end: float) -> None:
+    def __init__(self, facts: Facts, progress: Say, end: float) -> None:
         self._facts, self._progress = facts, progress
         self._socket: GuestSocket | None = None
         self._number = 0
         self._end = end
         self._handshake, self._partner = "", ""
-        self._versions: Mapping[str, str] = {}
+        self._versions: dict[str, str] = {}
         self._transfers: list[Transfer] = []
         self._back: tuple[Reach, ...] = ()
         self._paths: tuple[ProbedPath, ...] = ()
@@ -163,10 +187,12 @@ class _Visit:
         return self._exchange_facts() if all(t.arrived for t in self._transfers) else None
 
     def measure(self, token: Token, addresses: list[str]) -> None:
-        """How fast each address is, where the other side can tell."""
+        """The speed of each address, if the other side can measure it."""
         if self._measures and self._socket is not None:
             used = number_of(self._socket.address) or self._socket.address
-            self._paths = ways.compared(token, self._facts.name, addresses, used, self._progress, end=self._end)
+            self._paths = address_rates.compared(
+                token, self._facts.name, addresses, used, self._progress, end=self._end
+            )
 
     def between(self, reaches: tuple[Reach, ...]) -> Between:
         return Between(
@@ -267,7 +293,7 @@ def _facts_in(frames: Sequence[bytes | memoryview]) -> Facts | None:
 
 
 class Listener:
-    """Answers doctors that come with the token. All methods belong to one thread."""
+    """Answers doctors that have the token. All methods belong to one thread."""
 
     def __init__(self, door: HostSocket, facts: Facts) -> None:
         self._door, self._facts = door, facts
@@ -280,7 +306,7 @@ class Listener:
         """Called with a visitor's facts."""
 
     def serve(self, timeout_s: float) -> None:
-        """Answer what has come; waits up to `timeout_s`."""
+        """Answer the arrived messages. Waits up to `timeout_s`."""
         for peer, frames in self._door.receive(self._link.send_due(timeout_s)):
             with contextlib.suppress(WireError):
                 (message, payload), address = TO_LISTENER.read(frames), self._door.address_of(frames)

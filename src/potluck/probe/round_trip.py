@@ -8,8 +8,8 @@ from collections.abc import Callable
 from potluck.doctor.facts.interfaces import route_to
 from potluck.doctor.facts.system import System
 from potluck.errors import NetworkError
-from potluck.probe.reach import COMMON_PORTS, tried, tried_all
 from potluck.probe.stream import round_trips
+from potluck.probe.tcp_attempts import COMMON_PORTS, tried, tried_all
 from potluck.spec.facts import CONNECTED, REFUSED
 from potluck.spec.probed import ProbedPath
 
@@ -21,7 +21,7 @@ _TRY_S = 2.0
 def measure(
     name: str, address: str, port: int | None, seconds: float, progress: Callable[[str], None]
 ) -> ProbedPath:
-    """The round trip to an address, as far as one side alone can tell; a refusal is an answer, too."""
+    """The round trip to an address, measured from one side. A refusal is also an answer."""
     progress(f"looking for {address}")
     system = System()
     ports = (port,) if port is not None else COMMON_PORTS

@@ -7,6 +7,7 @@ import time
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from potluck.dist.shm import neighbourhood
 from potluck.probe import tcp
@@ -19,24 +20,25 @@ class SlowestLink(NamedTuple):
 
     bytes_per_s: float | None
     kind: str
-    """memory, tcp, or nothing where there is one rank."""
+    """memory, tcp, or empty for one rank."""
     machines: int
     """Number of machines that the ranks are on."""
 
     def bytes_per_s_of(self, backend: str) -> float | None:
         """The rate that bounds a collective of this backend; None for NCCL within a machine.
 
-        There it goes from GPU to GPU, which is not measured here.
+        NCCL then sends from GPU to GPU, which is not measured here.
         """
         return None if backend.lower() == "nccl" and self.kind == MEMORY else self.bytes_per_s
 
 
-def slowest(store: Any, rank: int, world: int, *, seconds: float = 1.0) -> SlowestLink:
-    """Measure the slowest kind of link between ranks; the same on all ranks.
+def slowest(store: Any, *, seconds: float = 1.0) -> SlowestLink:
+    """Measure the slowest kind of link between the ranks of the default group; the same on all ranks.
 
-    Within a machine that is how fast processes copy memory, all of them at once; between machines a bare TCP
-    connection from the first rank to the first that is on another machine.
+    Within a machine this is how fast processes copy memory, all at the same time. Between machines it is a bare TCP
+    connection from the first rank to the first one on another machine.
     """
+    rank, world = dist.get_rank(), dist.get_world_size()
     if world < 2:
         return SlowestLink(None, "", 1)
     store.set(f"bench/where/{rank}", neighbourhood())
@@ -58,7 +60,7 @@ def slowest(store: Any, rank: int, world: int, *, seconds: float = 1.0) -> Slowe
 
 
 def memory_bytes_per_s(nbytes: int = 32 << 20, repeats: int = 5) -> float:
-    """How fast this process copies memory: what a link between processes of one machine is made of."""
+    """How fast this process copies memory, which limits a link between processes of one machine."""
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
     best = float("inf")
     for _ in range(repeats):

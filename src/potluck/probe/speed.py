@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from potluck.device import Device
 from potluck.errors import ConfigError
 from potluck.plan import models
+from potluck.probe.measuring import Say
 from potluck.spec.config import MEMORY_PART
 from potluck.spec.probed import DeviceSpeed
 from potluck.train.data import Loader, to_device
@@ -36,21 +37,19 @@ MOST_MEMORY_PART = 0.125
 MOST_SAMPLES = 64
 LEAST_RUNS = 3
 BUSY = 1.0
-"""Programs that want a core, for each core there is: with more the figures are not this device's."""
-
-Progress = Callable[[str], None]
+"""Running programs per core. With more than this, the figures are not the device's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What is trained for a moment."""
+    """The workload of the measurement."""
 
     recipe: Recipe
     config: Any
     micro_batch: int | None = None
 
 
-def measure(device: Device, training: Training, name: str, seconds: float, progress: Progress) -> DeviceSpeed:
+def measure(device: Device, training: Training, name: str, seconds: float, progress: Say) -> DeviceSpeed:
     """All figures of a device, in about `seconds`, plus the time to make the model and its data."""
     busy = busy_note(psutil.getloadavg()[0], psutil.cpu_count() or 1)  # now: measuring is a load, too
     progress(f"preparing {training.recipe.name}")
@@ -93,8 +92,8 @@ def busy_note(load: float, cores: int) -> str:
 # -- training ---------------------------------------------------------------------------------------------------
 
 
-def _trained(name: str, device: Device, training: Training, seconds: float, progress: Progress) -> DeviceSpeed:
-    """What training says of the device; the other figures are not in it."""
+def _trained(name: str, device: Device, training: Training, seconds: float, progress: Say) -> DeviceSpeed:
+    """The figures from training; the others are added later."""
     recipe, config = training.recipe, training.config
     loader = Loader(lambda: recipe.dataset(config), None)
     limit = min(MOST_SAMPLES, loader.samples)
@@ -111,7 +110,7 @@ def _trained(name: str, device: Device, training: Training, seconds: float, prog
     device.attach(model)
     batch = loader.fetch(range(max(limit, training.micro_batch or 1)))
     micro = MicroBatch(fixed=training.micro_batch, limit=limit, free_bytes=device.memory().free_bytes)
-    trainer = _Trainer(device, recipe, config, model, batch)
+    trainer = _TimedTraining(device, recipe, config, model, batch)
     progress(f"training {recipe.name}")
     try:
         per_sample, variation, saved = _timed(trainer, micro, seconds)
@@ -140,7 +139,7 @@ def _trained(name: str, device: Device, training: Training, seconds: float, prog
     )
 
 
-class _Trainer:
+class _TimedTraining:
     """Forward and backward of a micro-batch, timed by the device itself."""
 
     def __init__(self, device: Device, recipe: Recipe, config: Any, model: nn.Module, batch: Any) -> None:
@@ -154,8 +153,8 @@ class _Trainer:
         return self._device.end()
 
 
-def _timed(trainer: _Trainer, micro: MicroBatch, seconds: float) -> tuple[float, float | None, float]:
-    """Seconds a sample at the size that is best, how they vary, and bytes kept for a sample's backward."""
+def _timed(trainer: _TimedTraining, micro: MicroBatch, seconds: float) -> tuple[float, float | None, float]:
+    """Seconds per sample at the best size, their variation, and bytes kept for a sample's backward."""
     saved = 0.0
     times: dict[int, list[float]] = {}
     end = time.monotonic() + seconds
@@ -183,7 +182,7 @@ def _timed(trainer: _Trainer, micro: MicroBatch, seconds: float) -> tuple[float,
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Standard deviation ÷ mean; None of too few."""
+    """Standard deviation ÷ mean; None if there are too few values."""
     return statistics.pstdev(values) / statistics.fmean(values) if len(values) >= LEAST_RUNS else None
 
 
@@ -194,14 +193,15 @@ def _first(batch: Any, samples: int) -> Any:
 
 
 def largest(size: int, free_bytes: int | None, saved_bytes_per_sample: float) -> int | None:
-    """The largest micro-batch by the part of the free memory that a run would fill: an estimate."""
+    """The estimated largest micro-batch, from the part of the free memory that a run would fill."""
     if free_bytes is None or not saved_bytes_per_sample:
         return None
     return max(size, int(MEMORY_PART * free_bytes / saved_bytes_per_sample))
 
 
 def described(recipe: Recipe, config: Any) -> tuple[str, str, int | None, float | None]:
-    """A training in words; its name for a plan and FLOPs of a sample, where plans know it; tokens in a sample."""
+    """A description of the training; its name for a plan and FLOPs per sample, if plans know it; tokens per
+    sample."""
     tokens = recipe.tokens_per_sample(config)
     # A plan counts with the recipe's own tables and data.
     usual = getattr(config, "vocabulary", None) is None and (recipe.name != "cnn" or config.data is None)
@@ -213,7 +213,7 @@ def described(recipe: Recipe, config: Any) -> tuple[str, str, int | None, float 
 
 
 def _check_room(device: Device, planned: str, sequence: int | None) -> None:
-    """Before a model is made that would take the machine down: its weights and gradients must fit."""
+    """Refuse a model whose weights and gradients do not fit, before it is made."""
     free = device.memory().free_bytes
     needed = 8 * models.find(planned, sequence).parameters if planned else 0
     if needed > free:
@@ -227,7 +227,8 @@ def _check_room(device: Device, planned: str, sequence: int | None) -> None:
 
 
 def matmul_flops_per_s(device: Device, dtype: torch.dtype, seconds: float) -> float | None:
-    """FLOP/s with the largest square matrices that fit the time; None if the device does not support the format."""
+    """FLOP/s with the largest square matrices that the time allows; None if the device does not support the
+    format."""
     end = time.monotonic() + seconds
     size, best = SMALLEST_MATRIX, 0.0
     room = MOST_MEMORY_PART * device.memory().free_bytes
@@ -262,7 +263,7 @@ def memory_bytes_per_s(device: Device, seconds: float) -> float | None:
 
 
 def copies_bytes_per_s(device: Device, seconds: float) -> tuple[float, float]:
-    """To the device and back, the way tensors travel in a run."""
+    """Copy to the device and back, as a run does with tensors."""
     host = torch.ones(COPIED_BYTES, dtype=torch.uint8)
     there = device.from_host(host)
     down = _fastest(device, lambda: device.from_host(host), time.monotonic() + seconds)

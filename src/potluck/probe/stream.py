@@ -1,4 +1,4 @@
-"""The arithmetic of a link's measurement: how much to send, how fast it arrives, round trips.
+"""The arithmetic of a link's measurement: how much to send, the receiving rate, round trips.
 
 PURE: sizes and times are given.
 """
@@ -15,16 +15,18 @@ from potluck.spec.probed import Rate, RoundTrips
 
 LEAST_PIECE, MOST_PIECE = 16 * 1024, 1024 * 1024
 PIECE_S = 0.004
-"""Duration of a piece, within its bounds: a thin link is measured finely, a fast one at full speed."""
+"""Duration of a piece, within bounds, so that a slow link is measured finely and a fast one at full speed."""
 FIRST_WINDOW, MOST_WINDOW = 128 * 1024, 32 * 1024 * 1024
 WINDOW_S = 0.4
-"""What may be on its way: so much of the rate. A link with a longer round trip is not filled, and a process that is
-held up for longer leaves a gap."""
+"""The most data in flight, in seconds of the rate. A link with a longer round trip is not filled, and a process
+that is delayed for longer leaves a gap."""
+SENDING_S, FULL_S = 0.05, 0.002
+"""The longest wait for messages while this side sends, and after a piece for which the socket had no room."""
 _SETTLED_S = 0.1
-"""A rate over less time than this means nothing: the first packets pass any shaper at once."""
+"""A rate over less time than this is meaningless, because the first packets pass any shaper immediately."""
 
 SKIPPED_PART, MOST_SKIPPED_S = 0.25, 1.0
-"""The beginning does not count: TCP is still growing its window."""
+"""The part at the beginning that does not count, while TCP grows its window."""
 LATE_S = 0.3
 _BIN_S = 0.1
 _GRAIN_S = 0.005
@@ -32,7 +34,7 @@ MOST_SECONDS = 120.0
 
 
 class Window:
-    """What a sender may have on its way."""
+    """How much a sender may have in flight."""
 
     def __init__(self, began: float) -> None:
         self._began = began
@@ -40,19 +42,19 @@ class Window:
         self.acked = 0
 
     def piece(self, now: float) -> int:
-        """Bytes that may be sent at once now; 0: wait for the other side."""
+        """Bytes that may be sent now; 0: wait for the other side."""
         rate = self.acked / max(now - self._began, _SETTLED_S)
         window = min(FIRST_WINDOW + rate * WINDOW_S, MOST_WINDOW)
         piece = int(min(max(rate * PIECE_S, LEAST_PIECE), MOST_PIECE))
         return piece if self.sent - self.acked + piece <= window else 0
 
     def arrived(self, total: int) -> None:
-        """The other side has this many bytes in total. More than was sent does not count."""
+        """The other side has received this many bytes in total. More than was sent does not count."""
         self.acked = max(self.acked, min(total, self.sent))
 
 
 class Meter:
-    """What arrives, for some seconds from the first bytes on."""
+    """Counts received data for some seconds from the first bytes."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = min(seconds, MOST_SECONDS)
@@ -80,7 +82,7 @@ class Meter:
         return self._ended or (bool(self._marks) and now > self._marks[0][0] + self._seconds + LATE_S)
 
     def rate(self) -> Rate | None:
-        """None where too little came to tell."""
+        """The rate; None if too little data arrived."""
         if len(self._marks) < 3:
             return None
         first, end = self._marks[0][0], self._marks[0][0] + self._seconds
@@ -98,7 +100,7 @@ class Meter:
 
 
 def _variation(marks: Sequence[tuple[float, int]]) -> float | None:
-    """Over bins of a tenth of a second; what arrived in between is spread evenly."""
+    """Variation over bins of a tenth of a second; data between two readings is spread evenly."""
     count = int((marks[-1][0] - marks[0][0]) / _BIN_S)
     if count < 3:
         return None
@@ -131,7 +133,7 @@ def round_trips(seconds: Sequence[float]) -> RoundTrips | None:
 
 
 def quantile(ordered: Sequence[float], part: float) -> float:
-    """The quantile of this part, by the nearest rank."""
+    """The quantile of this share, by the nearest rank."""
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
 
 
@@ -140,11 +142,11 @@ class Shares:
 
     PARTS = (("idle", 1.5), ("ours", 2.0), ("bare", 1.0))
     DIRECTIONS = 3
-    """Out, back, both at once."""
+    """Seconds for out, back, and both at once."""
     LEAST_S = 0.3
 
     def __init__(self, seconds: float, paths: int) -> None:
-        """The path that is used gets twice what each other one gets."""
+        """The used path gets twice the time of each other one."""
         self._one = seconds / (paths + 1)
 
     def of(self, part: str, *, used: bool) -> float:

@@ -11,9 +11,9 @@ _PATIENCE_S = 20.0
 
 
 def bytes_per_s(store: Any, name: str, sends: bool, *, towards: tuple[str, int], seconds: float = 1.0) -> float:
-    """Send for some seconds from one rank to another; what arrived per second, the same on both.
+    """Send for some seconds from one rank to another. Returns the received bytes per second, the same on both.
 
-    `towards`: an address that the receiver's own address is chosen by (that of the store's server).
+    `towards`: an address (of the store's server) that determines the receiver's own address by its route.
     """
     if sends:
         host, _, port = store.get(f"{name}/address").decode().rpartition(":")
@@ -31,7 +31,7 @@ def bytes_per_s(store: Any, name: str, sends: bool, *, towards: tuple[str, int],
 
 
 def own_address(towards: tuple[str, int]) -> str:
-    """The address of this machine on the way to another; nothing is sent."""
+    """The source address of this machine on the route to another; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(towards)
         address: str = probe.getsockname()[0]

@@ -1,4 +1,4 @@
-"""What a person sees of a run: views while it runs, summary and loss curve afterwards.
+"""Shows a run to people: views while it runs, summary and loss curve afterwards.
 
-It reads events and nothing else: it does not know how training, hub or wire work, and never sees a token.
+It reads only events, and never sees a token.
 """

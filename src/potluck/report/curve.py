@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from potluck.report.ticks import nice_ticks, tick_texts
+from potluck.sinks import guarded
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 # The dots of a braille cell, by (column, row from the top).
@@ -63,6 +64,12 @@ def loss_curve_text(
     lines.append(" " * (margin + 1) + corner + ("-" if ascii_only else "─") * plot_width)
     lines.append(" " * (margin + 2) + _step_axis(points[0][0], points[-1][0], plot_width))
     return "\n".join(lines)
+
+
+def write_loss_png(folder: Path, steps: Sequence[int], losses: Sequence[float]) -> None:
+    """Write loss.png into a run's folder, if there is a loss. A failure is only a warning."""
+    if steps:
+        guarded(loss_curve_png, "loss.png")(folder / "loss.png", steps, losses, title=folder.name)
 
 
 def loss_curve_png(path: Path, steps: Sequence[int], losses: Sequence[float], *, title: str = "") -> bool:

@@ -1,4 +1,4 @@
-"""A run that waits for its data: how much, and what to do about it. PURE."""
+"""Reports how much a run waits for its data, and what to do about it. PURE."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from potluck.report.summary import Summary
 from potluck.units import percent_text
 
 MUCH, LEAST_S = 0.2, 0.002
-"""A wait for data is reported if it takes this part of the time, and this long in a step: less is no work."""
+"""A wait for data is reported if it takes this part of the time, and this long per step; less is not worth a
+change."""
 RESTARTS = 0.5
-"""Worker processes that start again are the cause if they are so much of the waiting."""
+"""Restarting worker processes is the cause if it takes this part of the waiting."""
 
 
 def data_share(s: Summary) -> float:
@@ -17,7 +18,7 @@ def data_share(s: Summary) -> float:
 
 
 def data_text(s: Summary) -> str | None:
-    """One line for a report; None where there is nothing to tell."""
+    """One line for a report; None if there is nothing to report."""
     return f"waiting for data {percent_text(data_share(s))} of the time; {data_hint(s)}" if waits(s) else None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from potluck.report.plot_style import COMPUTE, GREY, INK, PALE, SEND, new_figure, save
-from potluck.spec.ddp import DdpRow
+from potluck.spec.ddp_rows import DdpRow, trained
 from potluck.units import seconds_text
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _LOG_FROM = 20
 
 
 def markdown(rows: Sequence[DdpRow]) -> list[str]:
-    """The table, and under it what was trained and how far the losses are apart."""
+    """The table, followed by what was trained and the difference of the losses."""
     lines = ["| " + " | ".join(_HEAD) + " |", "|---|---|---|" + "---:|" * 4]
     for row in rows:
         times = [seconds_text(value) for value in (row.computed_s, row.all_reduce_s)]
@@ -66,12 +66,12 @@ def draw(path: Path, rows: Sequence[DdpRow]) -> None:
         axes.set_axisbelow(True)
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
-    figure.text(0.02, 1 - 0.3 / figure.get_figheight(), f"GPT of {rows[0].task}", color=INK, fontweight="bold")
+    figure.text(0.02, 1 - 0.3 / figure.get_figheight(), f"GPT of {trained(rows)}", color=INK, fontweight="bold")
     save(figure, path)
 
 
 def _name(row: DdpRow, rows: Sequence[DdpRow]) -> str:
-    """The label, and the backend where it is needed to tell two rows apart."""
+    """The label, with the backend if it is needed to distinguish two rows."""
     twins = sum(other.label == row.label for other in rows)
     return f"{row.label}, {row.backend}" if twins > 1 else row.label
 

@@ -8,28 +8,27 @@ from rich.cells import cell_len
 
 from potluck.report.curve import sparkline
 from potluck.report.data_wait import LEAST_S, MUCH
-from potluck.report.line import Line
+from potluck.report.line import LABEL, Line
 from potluck.report.machine_table import machine_table
-from potluck.report.messages import eta_text, loss_text, values_text, wire_text
+from potluck.report.sentences import eta_text, loss_text, values_text, wire_text
 from potluck.report.state import Notice, RunState
 from potluck.report.text import clean
 from potluck.spec.events import RunEnded, RunStarted, StepEnded
 from potluck.units import count_text, factor_text, percent_text, rate_text, seconds_text
 
-_LABEL = "dim"
 _LEVEL_STYLE = {"good": "green", "info": "", "warn": "yellow", "bad": "red"}
 _LEVEL_MARK = {"good": "✓", "info": "·", "warn": "!", "bad": "✗"}
 _MIN_WIDTH = 20
 _MOST_NEWS = 5
 _MOST_LINES = 8
-"""Lines of all news together; one message may take several."""
+"""Lines for all messages together; one message may take several."""
 _AIRY_HEIGHT = 14
 
 
 def frame_lines(
     state: RunState, *, width: int, height: int, elapsed_s: float = 0.0, since_step_s: float = 0.0
 ) -> list[Line]:
-    """At most `height` lines of at most `width` columns; the most important ones where not all fit."""
+    """At most `height` lines of at most `width` columns; if not all fit, the most important ones."""
     width, height = max(width, _MIN_WIDTH), max(height, 1)
     inner = width - 2
     lines = [_header(state, inner)]
@@ -83,7 +82,7 @@ def _progress(state: RunState, width: int, elapsed_s: float, since_step_s: float
 
 
 def _labelled(label: str) -> Line:
-    return Line(f"{label:<7}", _LABEL)
+    return Line(f"{label:<7}", LABEL)
 
 
 def _step_line(state: RunState, step: StepEnded, width: int, elapsed_s: float, since_step_s: float) -> Line:
@@ -151,7 +150,7 @@ def _fitting(line: Line, facts: Sequence[tuple[str, str]], width: int) -> Line:
 
 
 def _wire_line(step: StepEnded) -> Line | None:
-    """What the guests cost; None without traffic."""
+    """The guests' cost; None without traffic."""
     if not step.bytes_up and not step.bytes_down:
         return None
     line = _labelled("wire").add(wire_text(step.bytes_up, step.bytes_down))
@@ -180,10 +179,10 @@ def _notice_lines(notice: Notice, width: int, digits: int) -> list[Line]:
     style = _LEVEL_STYLE[level]
     line = Line(f"{_LEVEL_MARK[level]} ", style)
     if notice.step is not None:
-        line.add(f"step {notice.step:>{digits}}  ", _LABEL)
+        line.add(f"step {notice.step:>{digits}}  ", LABEL)
     if notice.times > 1:
         # First: the end of a long sentence may be cut off.
-        line.add(f"({notice.times} times) ", _LABEL)
+        line.add(f"({notice.times} times) ", LABEL)
     if line.width + cell_len(text) <= width:
         return [line.add(text, style)]
     first, *others = _wrapped(text, max(width - line.width, _MIN_WIDTH // 2), max(width - 2, _MIN_WIDTH // 2))

@@ -49,7 +49,7 @@ class Median:
 
 
 class Sum:
-    """A sum that is rounded once, as by math.fsum: the parts that rounding loses are kept beside it."""
+    """A sum that is rounded once, as by math.fsum: the rounding errors are kept separately."""
 
     def __init__(self) -> None:
         self._parts: list[float] = []

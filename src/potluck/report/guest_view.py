@@ -1,4 +1,4 @@
-"""What a guest shows of its part in a run: its host, its progress and its end."""
+"""Shows a guest's part in a run: its host, its progress and its end."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import threading
 import time
 
 from potluck import units
-from potluck.report.messages import loss_text
+from potluck.report.sentences import loss_text
 from potluck.report.text import clean
 from potluck.spec.events import Delivered, GuestEnded, HostBack, HostGone, HostPreparing, RunEvent, RunNote, to_json
 
 EVERY_S = 2.0
 """Seconds between two progress lines."""
 REMIND_S = 30.0
-"""Seconds between two lines that say that the host is gone."""
+"""Seconds between two lines about a missing host."""
 
 
 _MOST_TEXT = 2000
@@ -38,7 +38,7 @@ class GuestView:
         self._reminded: float | None = None
 
     def waiting(self, error: Exception) -> None:
-        """The host did not answer; said once."""
+        """The host did not answer; printed once."""
         if not self._waited:
             self._waited = True
             self._say(f"no answer yet ({error}); trying again")
@@ -56,7 +56,7 @@ class GuestView:
 
     def missing(self, seconds: float, give_up_s: float) -> None:
         """The host has been silent for this long: shown in place every second, or as a line every half minute."""
-        words = f"host gone, waiting ({seconds:.0f} s); gives up after {give_up_s:.0f} s, Ctrl-C to leave"
+        words = f"host gone, waiting ({seconds:.0f} s); leaves after {give_up_s:.0f} s, Ctrl-C to leave"
         with self._lock:
             if self._in_place:
                 self._show_in_place(words)
@@ -105,7 +105,7 @@ class GuestView:
 
     def ended(self, words: str) -> None:
         more = f" ({self._dropped} more came too late or did not count)" if self._dropped else ""
-        self._say(f"{words}; this machine brought {self._samples} samples{more}")
+        self._say(f"{words}; this machine computed {self._samples} samples{more}")
 
     def close(self) -> None:
         pass

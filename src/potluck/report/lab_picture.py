@@ -7,17 +7,16 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from potluck.balance.codecs import AUTO, INT4
+from potluck.balance.codecs import AUTO, INT4, codec_bytes
+from potluck.plan.about import GPT_DEPTH, GPT_SEQUENCE, MachineFacts, RigFacts
 from potluck.report.curve import BLOCKS
-from potluck.report.line import Line, cut
+from potluck.report.line import LABEL, Line, cut
 from potluck.report.screen import paragraph
 from potluck.report.table import table_lines
 from potluck.report.text import clean
-from potluck.spec.about import GPT_DEPTH, GPT_SEQUENCE, MachineFacts, RigFacts, codec_bytes
 from potluck.spec.rig import Machine, Rig
 from potluck.units import bytes_text, count_text, rate_text, seconds_text
 
-_LABEL = "dim"
 _ROLE_STYLE = {"host": "bold cyan", "guest": "bold green"}
 _BAR_STYLE = {"host": "cyan", "guest": "green"}
 _LINK_ROW = 2
@@ -87,14 +86,14 @@ def _box(rig: Rig, machine: Machine, facts: MachineFacts, width: int, fastest: f
 
 def _seconds(machine: Machine) -> str:
     if machine.seconds_per_sample is None:
-        return "as fast as this box"
+        return "as fast as this computer"
     return f"{machine.seconds_per_sample:.4g} s/sample"
 
 
 def _speed_bar(relative: float | None, width: int, fastest: float, style: str) -> Line:
     """Speeds relative to the host's, to scale."""
     if relative is None:
-        return Line("speed not known before", _LABEL)
+        return Line("speed not known before", LABEL)
     number = f"{_relative_text(relative)}×"
     room = width - len(number) - 1
     eighths = max(round(relative / fastest * room * 8), 1)
@@ -103,7 +102,7 @@ def _speed_bar(relative: float | None, width: int, fastest: float, style: str) -
 
 
 def _relative_text(relative: float) -> str:
-    """Two digits, or three where the third is not 0: an eighth is 0.125."""
+    """Two digits, or three if the third is not 0: an eighth is 0.125."""
     text = f"{relative:.3f}"
     return text.removesuffix("0")
 
@@ -148,7 +147,7 @@ def _between(rig: Rig, number: int, joints: dict[int, Machine], width: int) -> L
 
 
 def _on_stem(rig: Rig) -> bool:
-    """Whether the host's rate is on the line that all guests share: there is no room beside their own."""
+    """Whether the host's rate is on the line that all guests share, because there is no room next to their own."""
     own = any(_rate_text(guest) or _latency_text(guest) for guest in rig.guests)
     return bool(_rate_text(rig.host)) and not own
 
@@ -168,7 +167,7 @@ def _latency_text(machine: Machine) -> str:
 
 
 def _moves(rig: Rig, width: int) -> list[Line]:
-    """Which machines join, leave or change speed, in words."""
+    """A description of the machines that join, leave or change speed."""
     lines: list[Line] = []
     for machine in rig.machines:
         events = [f"joins at step {machine.join_at_step}"] if machine.join_at_step > 1 else []
@@ -203,7 +202,7 @@ def _fact_texts(rig: Rig, facts: RigFacts) -> list[tuple[str, str]]:
         ("a step", f"{workload.global_batch} {of}; {workload.steps} steps"),
     ]
     step_s = seconds_text(facts.host_step_s)
-    texts.append(("host alone", f"{step_s} a step" if facts.host_step_s else "as fast as this box"))
+    texts.append(("host alone", f"{step_s} a step" if facts.host_step_s else "as fast as this computer"))
     if facts.ideal_speedup is None or facts.host_step_s is None:
         return [*texts, ("ideal speed-up", "known when each machine has been measured alone")]
     average = "" if rig.steady else ", the average over the steps"
@@ -225,10 +224,10 @@ def _links(rig: Rig, facts: RigFacts, width: int) -> list[Line]:
     lines = paragraph(sizes, width, label="on the link", indent=_INDENT)
     shaped = [m for m in facts.machines if m.role == "guest" and m.link_mbit is not None]
     if not shaped:
-        return [*lines, *paragraph("links are unshaped: as fast as this box is", width, indent=_INDENT)]
+        return [*lines, *paragraph("links are unshaped: as fast as this computer is", width, indent=_INDENT)]
     wide = max(12, len(codec) + 8)
-    header = Line().cell("", _INDENT).cell("fp32 takes", 12, _LABEL).cell("÷ step", 9, _LABEL)
-    lines.append(header.cell(f"{codec} takes", wide, _LABEL).add("÷ step", _LABEL))
+    header = Line().cell("", _INDENT).cell("fp32 takes", 12, LABEL).cell("÷ step", 9, LABEL)
+    lines.append(header.cell(f"{codec} takes", wide, LABEL).add("÷ step", LABEL))
     for machine in shaped:
         assert machine.link_mbit is not None
         per_byte_s = 8 / (machine.link_mbit * 1e6)
@@ -240,7 +239,7 @@ def _links(rig: Rig, facts: RigFacts, width: int) -> list[Line]:
         "÷ step: of the time of a step of the host alone, one way. Potluck needs the link twice a step: "
         "the weights' change to the guest, its gradient back."
     )
-    return [*lines, *paragraph(meaning, min(width, 100), _LABEL, indent=_INDENT)]
+    return [*lines, *paragraph(meaning, min(width, 100), LABEL, indent=_INDENT)]
 
 
 def _ratio(ratio: float | None) -> str:
@@ -251,7 +250,7 @@ def _ratio(ratio: float | None) -> str:
 
 
 def list_lines(rigs: Sequence[tuple[Rig, RigFacts]], width: int | None) -> list[Line]:
-    """One row per rig: its machines and the ideal speed-up. None: as wide as it is, for a pipe."""
+    """One row per rig: its machines and the ideal speed-up. None: unlimited width, for a pipe."""
     rows = []
     for rig, facts in rigs:
         ratios = [m.gradient_ratio for m in facts.machines if m.gradient_ratio is not None]

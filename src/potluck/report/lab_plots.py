@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from potluck.errors import UserError
 from potluck.report.lab_timeline import draw_timeline
 from potluck.report.plot_style import GREY, INK, PALE, colour_of, new_figure
-from potluck.spec.figures import Results, Row
 from potluck.spec.outcome import Outcome
+from potluck.spec.results import Results, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,7 @@ _LETTER_IN = 0.105
 
 
 def write(out_dir: Path, results: Results, outcomes: Sequence[Outcome]) -> list[Path]:
-    """Draw all pictures for which there is data. Returns the files; their names are always the same."""
+    """Draw all pictures for which there is data. Returns the files, whose names are fixed."""
     try:
         import matplotlib
     except ImportError as error:

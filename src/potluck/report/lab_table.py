@@ -1,4 +1,4 @@
-"""What the strategies reached on a rig, as a table for a terminal or a pipe. PURE."""
+"""The results of strategies on a rig, as a table for a terminal or a pipe. PURE."""
 
 from __future__ import annotations
 
@@ -6,41 +6,39 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from potluck.report.line import Line
+from potluck.report.line import BEST, LABEL, Line
 from potluck.report.screen import columns, paragraph, show
 from potluck.report.table import table_lines
 from potluck.report.text import clean
-from potluck.spec.aftermath import Aftermath
-from potluck.spec.figures import Results, Row
+from potluck.spec.results import Aftermath, Results, Row
 from potluck.units import UNKNOWN, rate_text
 
-_LABEL = "dim"
-_BEST = "bold green"
 _INDENT = 14
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
+class _LabColumn:
     header: str
     text: Callable[[Row], str]
 
 
 _COLUMNS = (
-    _Column("strategy", lambda row: clean(row.strategy, 24)),
-    _Column("s/step", lambda row: _number(row.step_s, 2 if (row.step_s or 0) >= 10 else 3)),
-    _Column("predicted", lambda row: _number(row.predicted_s, 2 if (row.predicted_s or 0) >= 10 else 3)),
-    _Column("speed-up", lambda row: _number(row.speedup, 3)),
-    _Column("efficiency", lambda row: _number(row.efficiency, 3)),
-    _Column("recovery", lambda row: _number(row.recovery, 2)),
-    _Column("MB/step", lambda row: _number(None if row.bytes_per_step is None else row.bytes_per_step / 1e6, 2)),
-    _Column("loss", lambda row: _number(row.loss, 3)),
+    _LabColumn("strategy", lambda row: clean(row.strategy, 24)),
+    _LabColumn("s/step", lambda row: _number(row.step_s, 2 if (row.step_s or 0) >= 10 else 3)),
+    _LabColumn("predicted", lambda row: _number(row.predicted_s, 2 if (row.predicted_s or 0) >= 10 else 3)),
+    _LabColumn("speed-up", lambda row: _number(row.speedup, 3)),
+    _LabColumn("efficiency", lambda row: _number(row.efficiency, 3)),
+    _LabColumn("recovery", lambda row: _number(row.recovery, 2)),
+    _LabColumn("MB/step", lambda row: _number(None if row.bytes_per_step is None else row.bytes_per_step / 1e6, 2)),
+    _LabColumn("loss", lambda row: _number(row.loss, 3)),
 )
 HEADER = tuple(column.header for column in _COLUMNS)
 _MEANINGS = (
-    ("predicted", "seconds a step, as `potluck plan` has them from the rig"),
+    ("predicted", "seconds a step that `potluck plan` predicts from the rig"),
     ("speed-up", "the time of a step of the host alone ÷ the strategy's"),
     ("efficiency", "samples/s ÷ the sum of what each machine reaches alone"),
-    ("recovery", "(speed-up − 1) ÷ (ideal − 1): how much of the guests' speed arrived"),
+    ("recovery", "(speed-up − 1) ÷ (ideal − 1): the share of the guests' speed that was gained"),
+    ("MB/step", "what crossed the host's link in a step, both ways together"),
 )
 
 
@@ -50,17 +48,17 @@ def show_results(results: Results, stream: TextIO) -> None:
 
 
 def results_lines(results: Results, width: int) -> list[Line]:
-    """The table and what a reader of it should know."""
+    """The table and remarks for its readers."""
     cells = cells_of(results)
     best = best_row(results.rows)
-    styles = {number: _BEST for number, row in enumerate(results.rows) if row is best}
+    styles = {number: BEST for number, row in enumerate(results.rows) if row is best}
     right = range(1, len(HEADER))
     lines = [_title(results), Line(), *table_lines(HEADER, cells, right=right, styles=styles), Line()]
     for label, text in facts_of(results):
         lines += paragraph(text, width, label=label, indent=_INDENT)
     lines.append(Line())
     for label, text in _MEANINGS:
-        lines += paragraph(text, width, _LABEL, label=label, indent=_INDENT)
+        lines += paragraph(text, width, LABEL, label=label, indent=_INDENT)
     return [line.trimmed().cropped(max(width, 80)) for line in lines]
 
 
@@ -70,12 +68,12 @@ def cells_of(results: Results) -> list[tuple[str, ...]]:
 
 
 def facts_of(results: Results) -> list[tuple[str, str]]:
-    """What a reader of the table should know, with labels."""
+    """Remarks for readers of the table, with labels."""
     return _below(results, best_row(results.rows))
 
 
 def best_row(rows: Sequence[Row]) -> Row | None:
-    """The one with the largest speed-up; None where nobody was faster than another."""
+    """The row with the largest speed-up; None if all are equally fast."""
     known = [row for row in rows if row.speedup is not None]
     return max(known, key=lambda row: row.speedup or 0.0) if len(known) > 1 else None
 
@@ -108,12 +106,14 @@ def _below(results: Results, best: Row | None) -> list[tuple[str, str]]:
 
 
 def _fault_facts(faults: Aftermath) -> list[tuple[str, str]]:
-    """What went wrong on purpose, and what became of it."""
+    """The injected faults and their effects."""
     struck = "; ".join(f"step {f.step}: {clean(f.machine)} {clean(f.text)}" for f in faults.applied) or "none"
     if faults.missed:
         struck += f"; {faults.missed} not applied: the run was over before"
     facts = [("faults", struck), ("guests", _losses(faults))]
-    facts.append(("taken back", f"{faults.taken_back_samples} samples, computed by somebody else in the same step"))
+    facts.append(
+        ("taken back", f"{faults.taken_back_samples} samples, computed by another machine in the same step")
+    )
     if faults.slowest_step_s is not None and faults.median_step_s is not None:
         ratio = faults.slowest_step_s / max(faults.median_step_s, 1e-9)
         slowest = f"{faults.slowest_step_s:.2f} s (step {faults.slowest_step}), {ratio:.2f} times the median"

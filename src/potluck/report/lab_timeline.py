@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from potluck.report.line import cut
 from potluck.report.plot_style import COMPUTE, FAULT, GREY, INK, LANE, RECEIVE, SEND, WAIT, colour_of, new_figure
-from potluck.spec.figures import Results, Row
 from potluck.spec.outcome import Interval, Outcome
+from potluck.spec.results import Results, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +46,7 @@ class TimelineWindow:
 
 
 def draw_timeline(results: Results, outcomes: Sequence[Outcome]) -> Figure | None:
-    """A lane per machine: computing or waiting in the middle, sending above it, receiving below."""
+    """A row per machine: computing or waiting in the middle, sending above it, receiving below."""
     groups = windows(results, outcomes)
     if not groups:
         return None
@@ -78,7 +78,7 @@ def draw_timeline(results: Results, outcomes: Sequence[Outcome]) -> Figure | Non
 
 
 def windows(results: Results, outcomes: Sequence[Outcome]) -> list[TimelineWindow]:
-    """What is shown of each strategy that has a timeline."""
+    """The shown window of each strategy that has a timeline."""
     rows = {row.strategy: row for row in results.rows}
     shown = [o for o in outcomes if o.intervals and len(o.steps) > 1 and o.strategy in rows]
     if not shown:
@@ -104,7 +104,7 @@ def window_length(step_s: Sequence[float]) -> float:
 
 
 def faults_length(outcome: Outcome, warm_up: int) -> float:
-    """Long enough for all the faults and what follows, unless that would be too many steps."""
+    """Long enough for all faults and their effects, unless that would be too many steps."""
     if not outcome.faults:
         return 0.0
     step_s = _step_s(outcome, warm_up)
@@ -213,7 +213,7 @@ def _bars(axes: Axes, bars: Sequence[tuple[float, float]], low: float, height: f
 
 
 def _draw_head(axes: Axes, group: TimelineWindow, top: float, window_s: float, until: float) -> None:
-    """The strategy's name and figures, and marks above the lanes where its steps begin and end."""
+    """The strategy's name and figures, and marks above the rows where its steps begin and end."""
     row = group.row
     figures = [f"{row.step_s:.2f} s a step"] if row.step_s is not None else []
     figures += [f"{row.speedup:.2f}× the host alone"] if row.speedup is not None and row.strategy != "solo" else []

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from rich.cells import cell_len, set_cell_size
 
+LABEL, BEST = "dim", "bold green"
+"""The styles of the word that says what a figure is, and of the best row."""
+
 
 class Line:
     """Parts of (text, style), added from left to right."""
@@ -46,7 +49,7 @@ class Line:
         return self
 
     def cropped(self, width: int) -> Line:
-        """At most `width` columns, with an ellipsis where something is missing."""
+        """At most `width` columns, with an ellipsis if it was cut."""
         if self.width <= width:
             return self
         line = Line()

@@ -13,7 +13,7 @@ from rich.segment import Segment
 
 from potluck.report.frame import frame_lines
 from potluck.report.line import Line
-from potluck.report.messages import describe
+from potluck.report.sentences import describe
 from potluck.report.state import RunState
 from potluck.report.text import Output, clean
 from potluck.spec.events import RunEvent, RunStarted, StepEnded
@@ -25,7 +25,7 @@ _WARNS = ("warn", "bad")
 
 
 class LiveView:
-    """Draws in a thread of its own, so that `event` costs training next to nothing."""
+    """Draws in a separate thread, so that `event` costs training next to nothing."""
 
     def __init__(self, stream: TextIO, *, console: Console | None = None, refresh: bool = True) -> None:
         self._console = console or Console(file=stream, highlight=False)
@@ -64,7 +64,7 @@ class LiveView:
 
 
 class Drawing:
-    """The picture of the run as it is now. Rich asks for it again at every refresh."""
+    """The picture of the run's present state. Rich requests it at every refresh."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._state = RunState()
@@ -80,7 +80,7 @@ class Drawing:
                 self._stepped_s = self._clock()
 
     def last_words(self) -> list[str]:
-        """What the picture does not say: how long it took and where everything is."""
+        """The last line, with what the picture does not show: the duration and the paths."""
         with self._lock:
             end = self._state.end
         if end is None:

@@ -1,4 +1,4 @@
-"""The live view's table: one row per machine, fewer columns where the terminal is narrow."""
+"""The live view's table: one row per machine, with fewer columns on a narrow terminal."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
 
-from potluck.report.line import Line
+from potluck.report.line import LABEL, Line
 from potluck.report.state import MachineRow
+from potluck.report.table import GAP
 from potluck.units import percent_text, rate_text
 
-_LABEL = "dim"
 _STATE_STYLE = {
     "computing": "green",
     "done": "green",
@@ -23,13 +23,12 @@ _STATE_STYLE = {
     "late": "yellow",
     "gone": "red",
 }
-_GAP = 2
 _LEAST_STATE = len("sitting out")
 _WIDE = 98
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
+class _MachineColumn:
     header: str
     cells: Sequence[tuple[str, str]]
     """Text and style, one for each machine."""
@@ -37,7 +36,7 @@ class _Column:
     drop: int = 0
     """On a narrow terminal the column with the highest number is dropped first; 0 is never dropped."""
     most: int = 24
-    """Widest that it is unless there is room to spare."""
+    """The greatest width, unless there is room to spare."""
 
     @property
     def natural(self) -> int:
@@ -64,31 +63,31 @@ def machine_table(machines: Sequence[MachineRow], width: int, room: int) -> list
             if machines[row].reason:
                 lines.insert(row + 2, Line(f"  └ {machines[row].reason}", _style_of(machines[row])))
     if hidden:
-        lines.append(Line(f"and {hidden} more machines", _LABEL))
+        lines.append(Line(f"and {hidden} more machines", LABEL))
     return lines
 
 
-def _columns(machines: Sequence[MachineRow], total: int, width: int) -> list[_Column]:
+def _columns(machines: Sequence[MachineRow], total: int, width: int) -> list[_MachineColumn]:
     share = [m.samples / total if total else 0.0 for m in machines]
     columns = [
-        _Column(
+        _MachineColumn(
             "machine",
             [(m.name, "bold") for m in machines],
             most=12 if width < 50 else 20 if width < _WIDE else 28,
         ),
-        _Column("role", [(m.role, "") for m in machines], drop=4),
-        _Column("device", [(m.device, "") for m in machines], drop=5, most=12 if width < _WIDE else 24),
-        _Column("samples", [(str(m.samples), "") for m in machines], right=True, drop=2),
-        _Column("at once", [(_at_once(m.micro_batch), "") for m in machines], right=True, drop=3),
-        _Column("share", [(percent_text(s), "") for s in share], right=True, drop=1),
+        _MachineColumn("role", [(m.role, "") for m in machines], drop=4),
+        _MachineColumn("device", [(m.device, "") for m in machines], drop=5, most=12 if width < _WIDE else 24),
+        _MachineColumn("samples", [(str(m.samples), "") for m in machines], right=True, drop=2),
+        _MachineColumn("at once", [(_at_once(m.micro_batch), "") for m in machines], right=True, drop=3),
+        _MachineColumn("share", [(percent_text(s), "") for s in share], right=True, drop=1),
     ]
     if width >= _WIDE:
-        columns.append(_Column("", [(_share_bar(s), "green") for s in share]))
+        columns.append(_MachineColumn("", [(_share_bar(s), "green") for s in share]))
     return [
         *columns,
-        _Column("rate", [(rate_text(m.rate), "") for m in machines], right=True, drop=2),
-        _Column("busy", [(percent_text(m.busy), "") for m in machines], right=True, drop=3),
-        _Column("state", [(_state_text(m), _style_of(m)) for m in machines], most=200),
+        _MachineColumn("rate", [(rate_text(m.rate), "") for m in machines], right=True, drop=2),
+        _MachineColumn("busy", [(percent_text(m.busy), "") for m in machines], right=True, drop=3),
+        _MachineColumn("state", [(_state_text(m), _style_of(m)) for m in machines], most=200),
     ]
 
 
@@ -109,7 +108,7 @@ def _share_bar(share: float) -> str:
     return "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
 
 
-def _aligned(columns: list[_Column], width: int) -> tuple[list[Line], list[int]]:
+def _aligned(columns: list[_MachineColumn], width: int) -> tuple[list[Line], list[int]]:
     """Drop columns until the table fits, with some room for the last column, then lay it out.
 
     Also returns the rows whose last cell had to be cut.
@@ -120,22 +119,22 @@ def _aligned(columns: list[_Column], width: int) -> tuple[list[Line], list[int]]
     widths = _widths(columns, width)
     header = Line()
     for column, cells in zip(columns, widths):
-        header.cell(column.header, cells, _LABEL, right=column.right).add(" " * _GAP)
+        header.cell(column.header, cells, LABEL, right=column.right).add(" " * GAP)
     lines = [header]
     for row in range(len(columns[0].cells)):
         line = Line()
         for column, cells in zip(columns, widths):
             text, style = column.cells[row]
-            line.cell(text, cells, style, right=column.right).add(" " * _GAP)
+            line.cell(text, cells, style, right=column.right).add(" " * GAP)
         lines.append(line)
     cut = [row for row, (text, _) in enumerate(columns[-1].cells) if cell_len(text) > widths[-1]]
     return [line.trimmed() for line in lines], cut
 
 
-def _widths(columns: Sequence[_Column], width: int) -> list[int]:
+def _widths(columns: Sequence[_MachineColumn], width: int) -> list[int]:
     """The columns' own widths; spare room goes to those that were cut, then to the last."""
     widths = [c.width for c in columns]
-    spare = width - sum(widths) - _GAP * (len(widths) - 1)
+    spare = width - sum(widths) - GAP * (len(widths) - 1)
     for i, column in enumerate(columns[:-1]):
         extra = max(min(column.natural - widths[i], spare), 0)
         widths[i] += extra
@@ -144,5 +143,5 @@ def _widths(columns: Sequence[_Column], width: int) -> list[int]:
     return widths
 
 
-def _needed(columns: Sequence[_Column]) -> int:
-    return sum(c.width + _GAP for c in columns[:-1]) + min(columns[-1].width, _LEAST_STATE)
+def _needed(columns: Sequence[_MachineColumn]) -> int:
+    return sum(c.width + GAP for c in columns[:-1]) + min(columns[-1].width, _LEAST_STATE)

@@ -38,7 +38,7 @@ class MergedLog:
         self._thread.start()
 
     def add(self, name: str) -> None:
-        """Follow one more machine; harmless if it is known."""
+        """Follow one more machine. Does nothing if it is known."""
         with self._lock:
             if name in self._names:
                 return
@@ -50,7 +50,8 @@ class MergedLog:
                 self._link(name)
 
     def keep_in(self, folder: Path) -> None:
-        """Keep the files in this folder: as further names of the same files, which others go on writing to."""
+        """Keep the files in this folder, as additional names of the same files, because other processes continue to
+        write to them."""
         folder.mkdir(parents=True, exist_ok=True)
         self._kept = folder
         with self._lock:
@@ -65,12 +66,13 @@ class MergedLog:
             os.link(self.folder / f"{name}.log", target)
 
     def show(self, name: str, words: str) -> None:
-        """A line that is in no file, in the name of a machine, or of none."""
+        """Show a line that is in no file, for a machine or for none."""
         with self._lock:
             self._show([self._line(name, words)])
 
     def close(self) -> Path:
-        """Show what is left; returns the folder of the files: the one to keep them in, if it is still there."""
+        """Show the remaining lines. Returns the folder of the files: the one in which they are kept, if it still
+        exists."""
         self._stop.set()
         self._thread.join()
         self._look(last=True)
@@ -113,5 +115,5 @@ class MergedLog:
 
 
 def _shown(words: str) -> str:
-    """The line without what would steer this terminal; its indentation stays."""
+    """The line without control characters; its indentation stays."""
     return "".join(c if c.isprintable() else " " for c in words.rstrip().expandtabs()[:_MOST_LINE])

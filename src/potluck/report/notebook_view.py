@@ -11,14 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from potluck.report.live import REFRESH_PER_S, Drawing
-from potluck.report.messages import describe
+from potluck.report.sentences import describe
 from potluck.spec.events import RunEvent, RunStarted
 
 WIDTH, HEIGHT = 100, 40
 
 
 class NotebookView:
-    """Publishes a display of its own when the training begins."""
+    """Publishes its own display when the training begins."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

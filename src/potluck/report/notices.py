@@ -1,10 +1,10 @@
-"""What a run alone prints on stderr: warnings and notes. Progress is left to the script."""
+"""Prints a run alone's warnings and notes on stderr. Progress is left to the script."""
 
 from __future__ import annotations
 
 import sys
 
-from potluck.report.messages import describe
+from potluck.report.sentences import describe
 from potluck.spec.events import RunEvent, RunNote
 
 

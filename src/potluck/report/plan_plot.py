@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from potluck.plan.sweep import PAYS, Sweep
+from potluck.plan.variation import PAYS, Sweep
 from potluck.report.plan_table import UNITS, strategies_of, value_text
 from potluck.report.plot_style import GREY, INK, PALE, check_file, colour_of, new_figure, save
 
@@ -46,20 +46,20 @@ def write(path: Path, sweep: Sweep, title: str) -> None:
     axes.tick_params(colors=INK)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
     figure.text(0.09, 0.94, title, color=INK, fontsize=11, fontweight="bold")
-    nowhere = "" if sweep.pays_from is not None else "; it pays nowhere in between"
+    nowhere = "" if sweep.pays_from is not None else "; potluck is not worth it anywhere in this range"
     subtitle = f"speed-up against the fastest machine alone, predicted{nowhere}"
     figure.text(0.09, 0.885, subtitle, color=GREY, fontsize=8.5)
     save(figure, path)
 
 
 def _mark(axes: Axes, sweep: Sweep) -> None:
-    """Mark the value from which potluck pays."""
+    """Mark the value from which potluck is worth it."""
     at = sweep.pays_from
     if at is None or at <= sweep.span.first:
         return
     axes.plot([at], [PAYS], marker="o", color=colour_of("potluck"), markersize=6)
     axes.annotate(
-        f"pays from {value_text(sweep.span.variable, at)} {UNITS[sweep.span.variable]}",
+        f"worth it from {value_text(sweep.span.variable, at)} {UNITS[sweep.span.variable]}",
         (at, PAYS), xytext=(6, -14), textcoords="offset points", color=INK, fontsize=8.5,
     )  # fmt: skip
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from potluck.plan.devices import DEVICES
+from potluck.plan import devices
 from potluck.plan.links import LINKS
 from potluck.plan.models import NAMES
 from potluck.plan.scale import Scale
-from potluck.plan.sweep import Sweep
-from potluck.report.line import Line
+from potluck.plan.variation import Sweep
+from potluck.report.line import BEST, LABEL, Line
 from potluck.report.screen import paragraph
 from potluck.report.table import GAP, table_lines
 from potluck.report.text import clean
 from potluck.spec.fleet import POTLUCK, SOLO, STRATEGIES, Fleet, FleetMachine, Plan, Prediction
 from potluck.units import UNKNOWN, bits_text, bytes_text, count_text, percent_text, rate_text, seconds_text
 
-_LABEL, _BEST = "dim", "bold green"
 _INDENT = 14
 _MOST_MACHINES = 8
 _LONGEST_DEVICE = 60
@@ -26,7 +25,7 @@ _HEADERS = ("strategy", "s/step", "computing", "wire", "waited", "speed-up", "ef
 
 
 def plan_lines(plan: Plan, width: int, *, whole: bool = False) -> list[Line]:
-    """Everything a plan says: the verdict first. `whole`: the tables are as wide as they are, for a pipe."""
+    """The whole plan, the verdict first. `whole`: tables of unlimited width, for a pipe."""
     most = max(width, 80)
     lines = [*_title(plan, most), Line(), *paragraph(plan.verdict, width, "bold"), Line()]
     lines += _machines(plan, None if whole else most)
@@ -45,7 +44,7 @@ def plan_lines(plan: Plan, width: int, *, whole: bool = False) -> list[Line]:
     if plan.costs:
         lines += [Line(), *_costs(plan), Line()]
     for number, text in enumerate(plan.assumptions):
-        lines += paragraph(clean(text), width, _LABEL, label="" if number else "assumed", indent=_INDENT)
+        lines += paragraph(clean(text), width, LABEL, label="" if number else "assumed", indent=_INDENT)
     return [line.trimmed() if whole else line.trimmed().cropped(most) for line in lines]
 
 
@@ -66,7 +65,7 @@ def _batch(plan: Plan) -> str:
 
 
 def _machines(plan: Plan, width: int | None) -> list[Line]:
-    """A row for each machine, in shorter words where the long ones are too wide; None: as wide as it is."""
+    """A row for each machine, in shorter words if the long ones are too wide; None: unlimited width."""
     right = {2, 4, 5}
     rows = _machine_rows(plan, short=False)
     cells = [("machine", "device", "alone", "link", "share", "memory"), *rows]
@@ -78,7 +77,7 @@ def _machines(plan: Plan, width: int | None) -> list[Line]:
             cells = _narrowed(cells, column, _grid_width(cells) - width)
     lines = _grid(cells[: _MOST_MACHINES + 1], right=right)
     more = len(rows) - _MOST_MACHINES
-    return [*lines, Line(f"and {more} more", _LABEL)] if more > 0 else lines
+    return [*lines, Line(f"and {more} more", LABEL)] if more > 0 else lines
 
 
 def _machine_rows(plan: Plan, *, short: bool) -> list[tuple[str, ...]]:
@@ -122,12 +121,12 @@ def _memory(needed: float, there: float | None, *, short: bool) -> str:
 
 
 def _plain_device(name: str) -> str:
-    """A device's name without what says nothing: marks, "Processor", its clock."""
+    """A device's name without redundant parts: trademarks, "Processor", its clock."""
     return " ".join(re.sub(r"\((?:R|TM)\)|\b(?:CPU|Processor|GeForce|NVIDIA)\b|@.*$", " ", name).split()) or name
 
 
 def _narrowed(rows: Sequence[tuple[str, ...]], column: int, excess: int) -> list[tuple[str, ...]]:
-    """The rows with one column narrower by so much, or by as much as leaves it readable."""
+    """The rows with one column narrower by this much, or as much as leaves it readable."""
     now = max(len(row[column]) for row in rows)
     most = max(min(now, _LEAST_CUT), now - max(0, excess))
     return [(*row[:column], clean(row[column], most), *row[column + 1 :]) for row in rows]
@@ -190,7 +189,7 @@ def _costs(plan: Plan) -> list[Line]:
 
 def _grid(rows: Sequence[Sequence[str]], *, right: Collection[int], best: int | None = None) -> list[Line]:
     """The first row is the header; `best`: the row below it that is marked."""
-    return table_lines(rows[0], rows[1:], right=right, styles={} if best is None else {best: _BEST})
+    return table_lines(rows[0], rows[1:], right=right, styles={} if best is None else {best: BEST})
 
 
 # -- sweeps and scales ----------------------------------------------------------------------------------
@@ -203,7 +202,7 @@ def value_text(variable: str, value: float) -> str:
 
 
 def sweep_lines(sweep: Sweep, width: int) -> list[Line]:
-    """A row for each value, and where it starts to pay."""
+    """A row for each value, and the value from which it is worth it."""
     variable = sweep.span.variable
     names = strategies_of(sweep)
     rows = [(UNITS[variable], *names, "ideal")]
@@ -221,28 +220,29 @@ def _crowded(sweep: Sweep) -> str:
     count = value_text("guests", best.value)
     return (
         f"{best.speedup[POTLUCK]:.2f}× with {count} guest{'s' * (best.value > 1)} is the best: the host lets in "
-        "everybody who has a sample to compute, and they crowd its link. Leave the others out; `--guests N` counts "
+        "everybody who has a sample to compute, and they overload its link. Leave the others out; `--guests N` "
+        "counts "
         "with the best number only."
     )
 
 
 def strategies_of(sweep: Sweep) -> list[str]:
-    """Those that have a value somewhere, always in the same order."""
+    """The columns that have a value somewhere, always in the same order."""
     return [name for name in STRATEGIES if any(name in point.speedup for point in sweep.points)]
 
 
 def pays_text(sweep: Sweep) -> str:
     unit = "guest" if (sweep.span.variable, sweep.pays_from) == ("guests", 1) else UNITS[sweep.span.variable]
     if sweep.pays_from is None:
-        return "it pays nowhere in between: potluck stays under 1.02×"
+        return "potluck is not worth it anywhere in this range: it stays below 1.02×"
     value = value_text(sweep.span.variable, sweep.pays_from)
     if sweep.pays_from <= sweep.span.first:
-        return f"it pays from the first value on: {value} {unit}"
-    return f"it pays from about {value} {unit} on (potluck reaches 1.02×)"
+        return f"potluck is worth it from the first value on: {value} {unit}"
+    return f"potluck is worth it from about {value} {unit} on (it reaches 1.02×)"
 
 
 def scale_lines(scale: Scale, fleet: Fleet, width: int) -> list[Line]:
-    """A row for each number of guests, and where the hub is full."""
+    """A row for each number of guests, and the number at which the hub is full."""
     rows = [("guests", "one hub", "helping", "link busy", "tree of hubs", "DDP's ring", "ideal")]
     for row in scale.rows:
         tree = f"{row.tree:.2f}×" + (f" ({row.fan}^{row.levels})" if row.tree > 1.001 * row.flat else "")
@@ -265,36 +265,45 @@ def scale_lines(scale: Scale, fleet: Fleet, width: int) -> list[Line]:
         "helping: guests with whom one hub is fastest, and of whom it counts; leave the others out yourself: the "
         "host lets in everybody who has a sample to compute. 2^6: hubs of 2 guests each, 6 levels",
         width,
-        _LABEL,
+        LABEL,
     )
     return [title, Line(), *grid, Line(), *paragraph(words, width, "bold"), *notes]
 
 
 def catalogue_lines() -> list[Line]:
-    """What is known by name, with where each figure comes from."""
-    rows = [("device", "bf16 TFLOP/s", "fp32", "memory", "utilisation", "watts", "peak from", "watts from")]
-    for sheet in DEVICES.values():
-        bf16 = UNKNOWN if sheet.bf16_tflops is None else f"{sheet.bf16_tflops:g}"
-        fp32, memory = f"{sheet.fp32_tflops:g}", f"{sheet.memory_gb:g} GB"
-        part, watts = f"× {sheet.utilisation:.2f}", f"{sheet.watts:g}"
-        rows.append((sheet.name, bf16, fp32, memory, part, watts, sheet.source, sheet.watts_source))
+    """The known names, with the source of each figure."""
+    pages = {label: f"[{number}]" for number, label in enumerate(devices.pages(), 1)}
+    head = ("device", "bf16", "fp32", "memory", "GB/s", "utilisation", "watts", "of")
+    rows: list[tuple[str, ...]] = [
+        (*head, "peak from", "memory from", "watts from", "formula of the peak, and a note")
+    ]
+    for sheet in devices.catalogue().values():
+        bf16, fp32 = sheet.bf16_tflops, devices.tflops_text(sheet.fp32_tflops)
+        figures = (f"{sheet.memory_gb:g} GB", f"{sheet.bandwidth_gb_per_s:,.0f}", f"× {sheet.utilisation:.2f}")
+        sources = (pages.get(page, page) for page in (sheet.peaks_from, sheet.memory_from, sheet.watts_from))
+        _, _, formula = (sheet.bf16_how or sheet.fp32_how).partition(": ")
+        peaks = (UNKNOWN if bf16 is None else devices.tflops_text(bf16), fp32)
+        last = "; ".join(filter(None, (formula, sheet.note)))
+        rows.append((sheet.name, *peaks, *figures, f"{sheet.watts:g}", sheet.watts_of, *sources, last))
     wires = [("link", "Mbit/s", "payload", "latency", "rate from")]
     for link in LINKS.values():
         rate, part = f"{link.line_mbit:,.0f}", f"× {link.part:.2f}"
         wires.append((link.name, rate, part, seconds_text(link.latency_s), link.source))
     note = (
-        "Peaks are dense. An estimate was read nowhere: it is from memory. Utilisation, payload and latency are "
-        "assumed. Nothing here was measured."
+        "Peaks are dense, in TFLOP/s. [1]: the page where the figure was read; most pages quote the maker. A peak "
+        "with a formula is derived: units × FLOP a cycle × GHz, in bf16 where there is bf16. Its page has the FLOP "
+        "a cycle or the clock; the others are on the device's other pages. Estimate: found on no page. "
+        "Utilisation, payload and latency are assumed. Nothing here was measured. The Apple Neural Engine is not "
+        "here, because PyTorch cannot train on it: a Mac trains on its GPU."
     )
-    pages = {page for sheet in DEVICES.values() for page in (sheet.page, sheet.watts_page) if page}
     return [
-        *_grid(rows, right={1, 2, 3, 4, 5}),
+        *_grid(rows, right={1, 2, 3, 4, 5, 6}),
         Line(),
         *_grid(wires, right={1, 2, 3}),
         Line(),
         Line(f"models: {', '.join(NAMES)}; gpt:12 is the recipe gpt of depth 12; 350M is a number of parameters"),
-        Line(note, _LABEL),
+        Line(note, LABEL),
         Line(),
         Line("read at:"),
-        *(Line(f"  {page}") for page in sorted(pages)),
+        *(Line(f"  {pages[label]} {label}: {page}") for label, page in devices.pages().items()),
     ]

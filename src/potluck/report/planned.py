@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from potluck import checked
@@ -18,14 +17,6 @@ def planned_step_s(file: Path | None, folder: Path, *, alone: bool) -> float | N
     if file is None and not path.exists():
         return None
     hint = "make it with: potluck plan … --save FILE"
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror or error}",
-            hint="--plan takes a file made by: potluck plan … --save FILE",
-        ) from error
-    except (ValueError, RecursionError):
-        raise UserError(f"{path} is not a plan file", hint=hint) from None
+    table = checked.read_json(path, what="a plan file", hint=hint)
     plan = checked.convert(table, Plan, where=f"{path} is not a plan file", error=UserError, hint=hint)
     return plan.row(SOLO if alone else POTLUCK).step_s

@@ -1,4 +1,4 @@
-"""How pictures look and are saved: colours that people with colour-blindness can tell apart, files."""
+"""The style and the files of pictures, with colours that people with colour-blindness can distinguish."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 
 
 def check_file(path: Path) -> None:
-    """Raise before the work, not after it, if the picture cannot be drawn or written."""
+    """Raise an error before the work if the picture cannot be drawn or written."""
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"cannot draw {path}", hint="give a name that ends in .png or .svg")
     if not path.parent.is_dir():

@@ -1,4 +1,4 @@
-"""What a probe measured, as lines for a terminal or a pipe. Text from other machines is cleaned first. PURE."""
+"""The results of a probe as lines for a terminal or a pipe. Text from other machines is cleaned first. PURE."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from potluck.report.line import Line
+from potluck.report.collective_table import table
+from potluck.report.line import LABEL, Line
 from potluck.report.screen import paragraph
 from potluck.report.table import table_lines
 from potluck.report.text import clean
-from potluck.spec import collectives
 from potluck.spec.probed import DeviceSpeed, Probed, ProbedPath, Rate, RoundTrips, Way
 from potluck.units import UNKNOWN, bits_text, bytes_text, count_text, percent_text, rate_text, seconds_text
 
 _INDENT = 16
-_LABEL = "dim"
 _GOOD, _FAIR = 0.9, 0.6
 _EXPLAINED = "busbw: what each rank must have sent at the least. bound: the time of a perfect ring over that link"
 
@@ -60,7 +59,7 @@ def device_lines(speed: DeviceSpeed, width: int) -> Iterator[Line]:
     yield Line(clean(speed.name, 60), "bold")
     yield from _row("device", speed.device, width)
     if speed.reason:
-        yield from paragraph(clean(speed.reason), width, _LABEL, indent=_INDENT)
+        yield from paragraph(clean(speed.reason), width, LABEL, indent=_INDENT)
     if speed.samples_per_s:
         flops = f" ({count_text(speed.flops_per_s)}FLOP/s)" if speed.flops_per_s else ""
         yield from _row("training", _training(speed, spread=True) + flops, width)
@@ -82,7 +81,7 @@ def device_lines(speed: DeviceSpeed, width: int) -> Iterator[Line]:
 
 
 def _row(label: str, text: str, width: int) -> list[Line]:
-    return paragraph(clean(text), width, label=f"  {label}", label_style=_LABEL, indent=_INDENT)
+    return paragraph(clean(text), width, label=f"  {label}", label_style=LABEL, indent=_INDENT)
 
 
 def _note(text: str, width: int) -> list[Line]:
@@ -113,9 +112,9 @@ def _collectives(probed: Probed, width: int) -> Iterator[Line]:
         what = {"memory": "memory of one machine", "tcp": "a bare TCP connection"}.get(probed.link_kind, "")
         yield from _row("link", f"{bytes_text(row.link_bytes_per_s)}/s: {what}, measured just now", width)
     yield Line()
-    for number, text in enumerate(collectives.table(probed.collectives, width - 2)):
-        yield Line("  ").add(text, _LABEL if number < 2 else "")
-    yield from paragraph(_EXPLAINED, width, _LABEL, indent=2)
+    for number, text in enumerate(table(probed.collectives, width - 2)):
+        yield Line("  ").add(text, LABEL if number < 2 else "")
+    yield from paragraph(_EXPLAINED, width, LABEL, indent=2)
 
 
 # -- the link ---------------------------------------------------------------------------------------------------
@@ -125,7 +124,7 @@ def _path(path: ProbedPath, probed: Probed, width: int) -> Iterator[Line]:
     there = clean(probed.there.name, 40) if probed.there is not None else clean(path.address, 60)
     source = " ".join(filter(None, (clean(path.interface, 16), clean(path.source, 40)))) or "here"
     title = Line(f"link to {there}", "bold").add(f"   {source} → {clean(path.address, 60)}")
-    yield title.add("" if path.used else "   (not what a run would use)", _LABEL)
+    yield title.add("" if path.used else "   (not what a run would use)", LABEL)
     if path.idle is not None:
         yield from _row("round trip", _round_trips(path.idle), width)
     if path.loaded is not None:

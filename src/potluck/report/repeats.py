@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 EVERY_S = 5.0
-"""Between two lines about the same."""
+"""Time between two lines about the same."""
 
 
 @dataclass(slots=True)
-class _Kept:
+class _RepeatedLine:
     shown_at: float
     mark: str = ""
     text: str = ""
@@ -26,25 +26,25 @@ class Repeats:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._kept: dict[tuple[str, ...], _Kept] = {}
+        self._kept: dict[tuple[str, ...], _RepeatedLine] = {}
 
     def add(self, key: tuple[str, ...], mark: str, text: str) -> list[str]:
-        """The line if it is to be shown now; otherwise it is kept until `due` or `rest`."""
+        """The line if it is shown now; otherwise it is kept until `due` or `rest`."""
         kept = self._kept.get(key)
         if kept is None:
-            self._kept[key] = _Kept(self._clock())
+            self._kept[key] = _RepeatedLine(self._clock())
             return [mark + text]
         kept.mark, kept.text, kept.times = mark, text, kept.times + 1
         return []
 
     def due(self) -> list[str]:
-        """The lines whose time has come. Call it often: there is no timer."""
+        """The lines that are due. Call it often: there is no timer."""
         now = self._clock()
         over = [key for key, kept in self._kept.items() if now - kept.shown_at >= EVERY_S]
         lines = [_line(self._kept[key]) for key in over if self._kept[key].times]
         for key in over:
             if self._kept[key].times:
-                self._kept[key] = _Kept(now)
+                self._kept[key] = _RepeatedLine(now)
             else:
                 del self._kept[key]
         return lines
@@ -56,6 +56,6 @@ class Repeats:
         return lines
 
 
-def _line(kept: _Kept) -> str:
+def _line(kept: _RepeatedLine) -> str:
     times = f"({kept.times} times) " if kept.times > 1 else ""
     return f"{kept.mark}{times}{kept.text}"

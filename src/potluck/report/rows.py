@@ -9,7 +9,7 @@ from potluck.report.summary import Summary
 from potluck.report.summary_text import gain_text
 from potluck.report.text import clean
 from potluck.spec.events import RunEvent, RunStarted, StepEnded
-from potluck.spec.figures import Results
+from potluck.spec.results import Results
 from potluck.units import bits_text, count_text, factor_text, seconds_text
 
 HEADER = ("host", "guests", "links", "model", "samples a step", "s/step", "speed-up", "efficiency", "versions")

@@ -1,4 +1,4 @@
-"""Styled lines on a stream: colours on a terminal, plain text in a pipe, ASCII where UTF-8 cannot be written.
+"""Styled lines on a stream: colours on a terminal, plain text in a pipe, ASCII if UTF-8 cannot be written.
 
 Every character is replaced by exactly one ASCII character, so that pictures keep their shape.
 """

@@ -1,11 +1,11 @@
-"""What is known of a run after some of its events: the state that the live view draws."""
+"""The state of a run after some of its events, which the live view draws."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
 
-from potluck.report.messages import EventText, describe
+from potluck.report.sentences import EventText, describe
 from potluck.report.text import clean
 from potluck.spec.events import (
     GuestHello,
@@ -26,7 +26,7 @@ from potluck.spec.events import (
 _HISTORY = 512
 _MESSAGES = 12
 _MACHINES = 128
-"""Most rows: a guest with the token may join under new names without end. The next step clears them."""
+"""The most rows, because a guest with the token may join under any number of names. The next step clears them."""
 
 
 class History:
@@ -53,7 +53,7 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRow:
-    """One machine as the last step saw it."""
+    """One machine's state in the last step."""
 
     name: str
     role: str = "guest"
@@ -76,7 +76,7 @@ class Notice:
     """None: it came before the first step."""
     times: int = 1
     t_s: float = 0.0
-    """When it came last."""
+    """When it last came."""
 
 
 class RunState:
@@ -88,9 +88,9 @@ class RunState:
         self.end: RunEnded | None = None
         self.losses = History()
         self.logged: dict[str, float | None] = {}
-        """The newest of each value that the script logs."""
+        """The newest value of each name that the script logs."""
         self.not_applied = 0
-        """Steps whose update was not made."""
+        """Steps whose update was not applied."""
         self.machines: list[MachineRow] = []
         self.notices: deque[Notice] = deque(maxlen=notices)
 
@@ -157,7 +157,7 @@ class RunState:
         self.notices.append(Notice(message=message, step=step, t_s=event.t_s))
 
     def _touch_machine(self, event: RunEvent) -> None:
-        """Show a change at once: the next step, which renews every row, may be a minute away."""
+        """Show a change immediately, because the next step, which renews every row, may be a minute away."""
         device = reason = ""
         match event:
             case GuestHello():

@@ -1,4 +1,4 @@
-"""A run in numbers, from its events.jsonl: steps, who computed how much, what it gained, what it cost."""
+"""A run's figures, from its events.jsonl: steps, each machine's samples, the gain and the cost."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from potluck.spec.events import (
     StepEnded,
     StrangerRefused,
 )
-from potluck.train.events import events_in
+from potluck.train.event_log import events_in
 from potluck.train.gain import Gain
 
 EVENTS_FILE = "events.jsonl"
 NO_END = "still going or killed"
 LEAST_TO_ADD = 0.02
-"""Where guests could add less than this part of the host's speed, nobody can say how much of it arrived."""
+"""If guests could add less than this part of the host's speed, the recovery would be noise."""
 
 
 class MachineSummary(Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class MachineSummary(Struct, frozen=True, kw_only=True):
     samples: int
     share: float
     steps: int
-    """Steps in which it brought at least one sample."""
+    """Steps in which it computed at least one sample."""
     micro_batch: int | None
     """Most samples that it computed at once, the median over its steps."""
     rate: float | None
@@ -55,7 +55,7 @@ class MachineSummary(Struct, frozen=True, kw_only=True):
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """A run in numbers; None where the log does not say."""
+    """A run's figures; None if the log does not contain them."""
 
     run_id: str
     recipe: str
@@ -64,13 +64,13 @@ class Summary(Struct, frozen=True, kw_only=True):
     planned_steps: int | None
     first_loss: float | None
     last_loss: float | None
-    """None if the last step's was not finite."""
+    """The last loss; None if it was not finite."""
     not_applied: int
     """Steps whose gradient was not finite: their updates were not made."""
     ended: str
     """finished, interrupted, failed, or `NO_END`."""
     run_s: float
-    """Seconds of the run, as its last line says; of a resumed run, of all its parts."""
+    """Seconds of the run, from its last line; for a resumed run, of all its parts."""
     seconds: float
     """Sum of the steps' seconds."""
     samples: int
@@ -85,17 +85,17 @@ class Summary(Struct, frozen=True, kw_only=True):
     off: float | None
     """`foreseen_s` ÷ `predicted_s` − 1."""
     foreseen_s: float | None
-    """Seconds that the steps with a prediction took, the median. The others may have been faster or slower."""
+    """Median seconds of the steps with a prediction. The others may have been faster or slower."""
     speedup: float | None
-    """Over the host alone: the mean of the steps' speed-ups, weighted by their seconds."""
+    """Speed-up over the host alone: the mean of the steps' speed-ups, weighted by their seconds."""
     speedup_margin: float | None
     """Half of the speed-up's 95 % interval, from its scatter over the run; None if there are too few steps."""
     efficiency: float | None
     """Samples per second ÷ the sum of what each machine reaches alone, without the time in which the host waited
     for its data."""
     recovery: float | None
-    """(speed-up − 1) ÷ Σ(guest rate ÷ host rate): how much of what the guests could bring arrived. None where they
-    could bring less than a fiftieth of the host's speed: the ratio would be noise."""
+    """(speed-up − 1) ÷ Σ(guest rate ÷ host rate): the share of the guests' possible gain. None if they could add
+    less than a fiftieth of the host's speed, because the ratio would be noise."""
     could_add: float | None
     """Σ(guest rate ÷ host rate), the median over the steps."""
     wait_s: float
@@ -104,7 +104,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     read_s: float
     """Seconds in which the host's loop read its own samples."""
     restart_s: float
-    """Of `data_s`, what passed while worker processes were started again for a new epoch."""
+    """The part of `data_s` in which worker processes were started again for a new epoch."""
     workers: int | None
     """Worker processes of the script's DataLoader; None without one."""
     update_s: float
@@ -113,19 +113,20 @@ class Summary(Struct, frozen=True, kw_only=True):
     ahead_samples: int
     """Leased samples that had been sent before their lease."""
     unneeded_samples: int
-    """Samples sent ahead that their guest was not lent."""
+    """Samples sent ahead that no lease of their guest used."""
     unneeded_bytes: int
     dropped_samples: int
     strangers_refused: int
     batch_layers: int
     """Layers that normalise over the batch (BatchNorm)."""
     effective_batch: float | None
-    """With such layers: samples ÷ micro-batches of a step, the median. So many samples share their statistics."""
+    """With such layers: samples ÷ micro-batches of a step, the median: the number of samples that share their
+    statistics."""
     machines: tuple[MachineSummary, ...]
     codecs: dict[str, str] = {}
     """With codec auto, each guest's last codec and why."""
     planned_s: float | None = None
-    """Seconds a step that a plan saved before the run predicted."""
+    """Seconds per step predicted by a plan that was saved before the run."""
 
 
 def read_events(run: Path) -> list[RunEvent]:
@@ -170,9 +171,9 @@ def summarize(events: Sequence[RunEvent]) -> Summary:
 
 
 class Totals:
-    """A run's figures event by event; `summary` at any time.
+    """Collects a run's figures event by event; call `summary` at any time.
 
-    `fold` each event in order, but `pass_over` a step that a resumed run repeats.
+    Call `fold` with each event in order, but `pass_over` with a step that a resumed run repeats.
     """
 
     def __init__(self) -> None:
@@ -182,7 +183,7 @@ class Totals:
         self._last: StepEnded | None = None
         self._count = 0
         self._before_s = self._begun_s = self._now_s = 0.0
-        """Seconds of the processes before, and when this one began and was last heard, by its own clock."""
+        """Seconds of earlier processes, and the times of this one's first and last event, by its own clock."""
         self._over = True
         self._first_loss: float | None = None
         self._sums = Counter[str]()
@@ -202,7 +203,7 @@ class Totals:
 
     @property
     def run_s(self) -> float:
-        """Seconds of the run until now, of a resumed run those of all its parts."""
+        """Seconds of the run until now; for a resumed run, of all its parts."""
         return self._before_s + self._now_s - self._begun_s
 
     def pass_over(self, event: RunEvent) -> None:
@@ -369,7 +370,8 @@ def _effective_batch(step: StepEnded) -> float | None:
 
 
 def _present(step: StepEnded) -> list[MachineFigures]:
-    """Who could have helped in this step. To leave out one that sat out would flatter the numbers."""
+    """The machines that could have helped in this step. Leaving out one that sat out would make the figures too
+    good."""
     return [m for m in step.machines if m.samples or m.state in ("computing", "late", "sitting out")]
 
 
@@ -383,7 +385,7 @@ def _off(took_s: float | None, predicted_s: float | None) -> float | None:
 
 
 def _at_best(step: StepEnded) -> tuple[float, float] | None:
-    """Samples made and possible, in a step in which every machine's own rate was known."""
+    """Actual and possible samples, in a step in which every machine's own rate was known."""
     rates = [m.rate for m in _present(step)]
     known = [rate for rate in rates if rate is not None]
     if not step.step_s or not known or len(known) != len(rates):
@@ -392,7 +394,7 @@ def _at_best(step: StepEnded) -> tuple[float, float] | None:
 
 
 def _could_add(step: StepEnded) -> float | None:
-    """What the guests of a step could bring, as a part of the host's speed."""
+    """What the guests of a step could add, as a part of the host's speed."""
     rates = {"host": 0.0, "guest": 0.0}
     for machine in _present(step):
         rates[machine.role] += machine.rate or 0.0

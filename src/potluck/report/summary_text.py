@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from potluck.report.data_wait import data_text
-from potluck.report.messages import loss_text, wire_text
+from potluck.report.sentences import loss_text, wire_text
 from potluck.report.summary import MachineSummary, Summary
 from potluck.report.table import table_lines
 from potluck.report.text import clean
@@ -20,7 +20,7 @@ from potluck.units import (
 
 HEADER = ("machine", "role", "device", "samples", "at once", "share", "rate", "busy", "notes")
 MOST_CODECS = 4
-"""Guests whose codec is told."""
+"""The most guests whose codec is shown."""
 
 
 def summary_text(summary: Summary) -> str:
@@ -68,7 +68,7 @@ def _facts(s: Summary) -> list[tuple[str, str]]:
 
 
 def _durations(s: Summary) -> str:
-    """The run's time, that of its steps, and of one: the mean, and the median where that is another."""
+    """The run's time, that of its steps, and of one step: the mean, and the median if it differs."""
     text = (
         f"{seconds_text(s.run_s)}, {seconds_text(s.seconds)} of it in steps, {seconds_text(s.mean_step_s)} a step"
     )
@@ -88,11 +88,11 @@ def _fleet_facts(s: Summary) -> list[tuple[str, str]]:
     if s.efficiency is not None:
         facts.append(("efficiency", f"{s.efficiency:.3f} of the machines' summed speed"))
     if s.recovery is not None and s.recovery < 0.005:
-        facts.append(("recovery", "nothing of what the guests could add"))
+        facts.append(("recovery", "none of what the guests could add"))
     elif s.recovery is not None:
         facts.append(("recovery", f"{s.recovery:.2f} of what the guests could add"))
     elif s.could_add is not None:
-        facts.append(("recovery", f"the guests could add about nothing: {s.could_add:.1%} of the host's speed"))
+        facts.append(("recovery", f"the guests could add almost nothing: {s.could_add:.1%} of the host's speed"))
     waited = f"{seconds_text(s.wait_s)} ({s.wait_s / s.seconds if s.seconds else 0.0:.1%} of the time)"
     facts.append(("host", f"waited {waited}, updates took {seconds_text(s.update_s)}"))
     if s.bytes_up or s.bytes_down:
@@ -111,7 +111,7 @@ def gain_text(speedup: float | None, margin: float | None) -> str:
 
 
 def _came(off: float) -> str:
-    """How far the measured time is off."""
+    """The difference of the measured time from the prediction."""
     return "as it came" if abs(off) < 0.0005 else f"it took {_off(off)}"
 
 

@@ -1,4 +1,4 @@
-"""Text that a stream can show: without control characters, and in ASCII where UTF-8 cannot be written."""
+"""Text that a stream can show: without control characters, and in ASCII if UTF-8 cannot be written."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _MAX_TEXT = 300
 
 
 def clean(value: object, limit: int = _MAX_TEXT) -> str:
-    """One printable line. Names and reasons come from other machines, and must not steer this terminal."""
+    """One printable line. Names and reasons come from other machines, and must not control this terminal."""
     return "" if value is None else printable(value, limit)
 
 
 def writes_utf8(stream: object) -> bool:
-    """Whether block and braille characters reach this stream's reader."""
+    """Whether this stream can show block and braille characters."""
     encoding = getattr(stream, "encoding", None) or ""
     return encoding.lower().replace("-", "").replace("_", "") in {"utf8", "utf8sig"}
 

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 from typing import Literal, TextIO
 
-from potluck.report.messages import describe, end_text, eta_text, loss_text, steps_text
 from potluck.report.repeats import Repeats
+from potluck.report.sentences import describe, end_text, eta_text, loss_text, steps_text
 from potluck.report.text import Output, clean, writes_utf8
 from potluck.spec.events import Logged, MachineFigures, RunEnded, RunEvent, RunNote, RunStarted, StepEnded, to_json
-from potluck.train.events import View
+from potluck.train.event_log import View
 from potluck.units import count_text, factor_text, rate_text, seconds_text
 
 Mode = Literal["auto", "live", "plain", "json", "quiet"]
@@ -87,7 +87,7 @@ class JsonView:
 
 
 class PlainView:
-    """A line for each step and for each other event. Never coloured: logs are made of it.
+    """A line for each step and for each other event, never coloured, because logs are made of it.
 
     Warnings about one guest that repeat within seconds are one line with a count.
     """

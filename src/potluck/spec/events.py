@@ -7,17 +7,18 @@ generated from this file.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
 from potluck import checked
-from potluck.checked import Natural, Positive
+from potluck.bounds import LONGEST, Finite, Length, Many, Named, Natural, Positive, Text
 
 
 class _Event(Struct, frozen=True, tag_field="event", omit_defaults=True):
-    t_s: float = 0.0
+    t_s: Finite = 0.0
     """Seconds since this process opened the log, by its monotonic clock. Set by the log."""
 
 
@@ -27,20 +28,20 @@ class _Event(Struct, frozen=True, tag_field="event", omit_defaults=True):
 class RunStarted(_Event, frozen=True, kw_only=True, tag="run_start"):
     """A process begins or resumes the training."""
 
-    run_id: str
+    run_id: Text
     """Name of the run folder; empty without one."""
-    folder: str
+    folder: Text
     """Path of the run folder; empty without one."""
-    clock_s: float
+    clock_s: Finite
     """This machine's monotonic clock when `t_s` was 0. Use it to align the log with other recordings of the same
     machine."""
-    recipe: str
+    recipe: Text
     """Name of the recipe or of the script."""
-    machine: str
+    machine: Text
     """Name of the host."""
-    device: str
+    device: Text
     """Device of the host."""
-    steps: Natural | None
+    steps: Length | None
     """Steps in total; null in an endless run, and where a stream does not say its length."""
     global_batch: Natural
     """Samples in a step."""
@@ -48,17 +49,17 @@ class RunStarted(_Event, frozen=True, kw_only=True, tag="run_start"):
     """Number of the model's parameters."""
     trained_parameters: Natural
     """Number of those that are trained."""
-    codec: str
-    """Codec of gradients and weights on the wire."""
+    codec: Text
+    """Codec of the gradients and weights that are sent."""
     micro_batch: Natural | None
     """Samples that the host computes at once, where set; null: found by measuring."""
-    tokens_per_sample: float | None
+    tokens_per_sample: Finite | None
     """Tokens in a sample; null if not given."""
     resumed_from: Positive | None
     """Steps that were finished before; null in a new run."""
     join: bool
     """Whether guests can join."""
-    epochs: Positive | None = None
+    epochs: Length | None = None
     """Epochs in total; absent without `epochs=`."""
     workers: Natural | None = None
     """Worker processes of the script's DataLoader; absent without a loader."""
@@ -67,11 +68,11 @@ class RunStarted(_Event, frozen=True, kw_only=True, tag="run_start"):
 class MachineFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A machine in the `machines` of a step."""
 
-    name: str
+    name: Text
     """Name of the machine."""
     role: Literal["host", "guest"]
     """Its part in the run."""
-    device: str
+    device: Text
     """What it computes on."""
     samples: Natural
     """Samples counted for it in this step."""
@@ -79,21 +80,21 @@ class MachineFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Most samples computed at once in this step; null: none."""
     micro_batches: Natural
     """Number of its micro-batches."""
-    rate: float | None
+    rate: Finite | None
     """Samples per second while it computes."""
-    busy: float | None
+    busy: Finite | None
     """Share of the step in which it computed, 0 to 1."""
-    state: str
+    state: Text
     """State of the machine, see above."""
-    reason: str
+    reason: Text
     """Why it is in this state; may be empty."""
-    receive_s: float | None = None
+    receive_s: Finite | None = None
     """A guest with samples in this step: seconds in which the weights' change arrived there."""
-    send_s: float | None = None
+    send_s: Finite | None = None
     """The same guest: seconds from its last backward to the arrival of its gradient."""
-    answered_s: float | None = None
+    answered_s: Finite | None = None
     """The same guest: seconds from its lease to the arrival of its gradient."""
-    link_bytes_per_s: float | None = None
+    link_bytes_per_s: Finite | None = None
     """Bytes of the weights' change ÷ the time that it takes to the guest, smoothed; absent below 5 ms."""
 
 
@@ -102,40 +103,40 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
 
     step: Positive
     """Steps finished."""
-    steps: Natural | None
+    steps: Length | None
     """Steps in total; null in an endless run."""
-    loss: float | None
+    loss: Finite | None
     """Mean over all samples (or items) of the step; for a guest's samples, the loss that the guest reported. Null
     if it is not finite."""
     applied: bool
     """Whether the update was made: false if the gradient was not finite (`step_not_applied`)."""
-    step_s: float
+    step_s: Finite
     """Seconds since the end of the last step, without `between_s`."""
-    between_s: float
+    between_s: Finite
     """Seconds that the script spent on something else before this step, such as a validation."""
-    samples: dict[str, Natural]
+    samples: Named[Natural]
     """`{machine: samples counted}`; they sum to the step's samples."""
-    samples_per_s: float
+    samples_per_s: Finite
     """Samples per second, over the last 8 steps."""
-    tokens_per_s: float | None
+    tokens_per_s: Finite | None
     """Tokens per second, over the last 8 steps."""
-    mfu: float | None
+    mfu: Finite | None
     """Share of the host's peak FLOP/s that its own samples used: 6 operations per trained and 4 per frozen
     parameter for each token, attention not counted. Null if the device's peak or the tokens per sample are not
     known."""
-    speedup: float | None
+    speedup: Finite | None
     """Speed-up over the host alone: `(global_batch · host's seconds per sample + update + rest) ÷ step`, over the
-    last 8 steps. The seconds per sample are those of the host's micro-batches of the fastest size; the rest is what
-    steps without guests took besides, or, where guests were there from the first step on, what theirs took the host
-    besides. It waits for its data as it would alone. 1 while no guest computes. Null without guests, and until a
-    guest has contributed."""
-    predicted_s: float | None
+    last 8 steps. The seconds per sample are those of the host's micro-batches of the fastest size; the rest is the
+    overhead of steps without guests, or, if guests were there from the first step on, the host's overhead in steps
+    with guests. Waiting for data counts as it would for the host alone. 1 while no guest computes. Null without
+    guests, and until a guest has contributed."""
+    predicted_s: Finite | None
     """Compute time of this step that the quotas expected."""
-    eta_s: float | None
+    eta_s: Finite | None
     """Seconds left to the last step; null in an endless run."""
-    wait_s: float
+    wait_s: Finite
     """Seconds that the host waited idle for leases."""
-    update_s: float
+    update_s: Finite
     """Seconds for collecting, clipping, optimizer and scheduler."""
     bytes_up: Natural
     """Payload bytes received since the step began."""
@@ -145,21 +146,21 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     """Samples in dropped contributions."""
     taken_back: Natural
     """Leased samples that the host took back."""
-    machines: tuple[MachineFigures, ...]
+    machines: Many[MachineFigures]
     """The host first, then the guests that are present."""
-    data_s: float = 0.0
+    data_s: Finite = 0.0
     """Seconds that the host waited for the step's samples before it could begin, with nothing to compute: for the
     loader's worker processes, or for a stream. `predicted_s` includes them. Absent if none."""
-    read_s: float = 0.0
+    read_s: Finite = 0.0
     """Seconds in which the host's loop read its own samples itself. They count as its computing. Absent if none."""
-    restart_s: float = 0.0
-    """Of `data_s`, what passed while worker processes were started again for a new epoch. Absent if none."""
+    restart_s: Finite = 0.0
+    """The part of `data_s` in which worker processes were started again for a new epoch. Absent if none."""
     ahead: Natural = 0
     """Leased samples that had been sent before their lease; absent if none."""
     unneeded: Natural = 0
-    """Samples sent ahead that their guest was not lent; absent if none."""
+    """Samples sent ahead that no lease of their guest used; absent if none."""
     unneeded_bytes: Natural = 0
-    """Bytes sent of those; absent if none."""
+    """Bytes of these samples that were sent; absent if none."""
 
 
 class RunEnded(_Event, frozen=True, kw_only=True, tag="run_end"):
@@ -167,19 +168,19 @@ class RunEnded(_Event, frozen=True, kw_only=True, tag="run_end"):
 
     step: Natural
     """Steps finished."""
-    loss: float | msgspec.UnsetType | None = msgspec.UNSET
+    loss: Finite | msgspec.UnsetType | None = msgspec.UNSET
     """Loss of the last step: null if it was not finite, absent if no step was made."""
     not_applied: Natural
-    """Steps whose update was not made."""
-    seconds: float
+    """Steps whose update was not applied."""
+    seconds: Finite
     """Seconds since `run_start`."""
-    samples_per_s: float
+    samples_per_s: Finite
     """Samples per second over the steps' own seconds."""
-    speedup: float | None
+    speedup: Finite | None
     """Mean of the steps' speed-ups, weighted by their seconds."""
-    reason: str
+    reason: Text
     """`finished`, `interrupted` or `failed`."""
-    folder: str
+    folder: Text
     """Path of the run folder; empty without one."""
 
 
@@ -187,17 +188,17 @@ class RunEnded(_Event, frozen=True, kw_only=True, tag="run_end"):
 
 
 class _GuestEvent(_Event, frozen=True, kw_only=True):
-    machine: str
+    machine: Text
     """Name of the guest."""
-    address: str
+    address: Text
     """Its address."""
 
 
 class _GuestGone(_GuestEvent, frozen=True, kw_only=True):
-    reason: str
+    reason: Text
     """What happened."""
     step: Positive
-    """Step under way."""
+    """Current step."""
     samples_taken_back: Natural
     """Samples of its lease that the host took back."""
     put_out: bool = False
@@ -210,45 +211,45 @@ class GuestHello(_GuestEvent, frozen=True, kw_only=True, tag="guest_hello"):
     """A machine with the token is joining. Of machines that have not joined at most 200 events a minute are
     written; a `note` says how many were left out."""
 
-    device: str
+    device: Text
     """What it computes on."""
 
 
 class GuestJoined(_GuestEvent, frozen=True, kw_only=True, tag="guest_joined"):
     """A guest passed the parity check: its gradients count from now on."""
 
-    device: str
+    device: Text
     """What it computes on."""
-    parity: float
+    parity: Finite
     """Cosine of its gradient and the host's."""
-    rate: float | None
+    rate: Finite | None
     """Samples per second that it reached in the check."""
-    spread: float | None = None
+    spread: Finite | None = None
     """Cosine of the host's own two gradients; absent if the check did not use it."""
 
 
 class GuestSitsOut(_Event, frozen=True, kw_only=True, tag="guest_sits_out"):
     """A guest gets no leases for a while."""
 
-    machine: str
+    machine: Text
     """Name of the guest."""
     step: Positive
-    """Step under way."""
-    reason: str
+    """Current step."""
+    reason: Text
     """Why, and when it is tried again."""
 
 
 class GuestCodec(_Event, frozen=True, kw_only=True, tag="guest_codec"):
     """With `codec = "auto"`: the codec of a guest's gradients was chosen, or changed."""
 
-    machine: str
+    machine: Text
     """Name of the guest."""
     step: Positive
     """Step from which it is used."""
-    codec: str
+    codec: Text
     """The codec."""
-    reason: str
-    """Why: what its link takes, and what that means for a step."""
+    reason: Text
+    """Why: the transfer time on its link, and the effect on a step."""
 
 
 class LeaseTakenBack(_GuestEvent, frozen=True, kw_only=True, tag="lease_taken_back"):
@@ -258,7 +259,7 @@ class LeaseTakenBack(_GuestEvent, frozen=True, kw_only=True, tag="lease_taken_ba
     """Step of the lease."""
     samples: Natural
     """Samples taken back."""
-    reason: str
+    reason: Text
     """Why it was late."""
     silent: bool
     """Whether the guest had sent nothing at all."""
@@ -267,13 +268,13 @@ class LeaseTakenBack(_GuestEvent, frozen=True, kw_only=True, tag="lease_taken_ba
 class ContributionDropped(_Event, frozen=True, kw_only=True, tag="contribution_dropped"):
     """A contribution was late, incomplete, not finite, far larger than the host's own, or not what was leased."""
 
-    machine: str
+    machine: Text
     """Name of the guest."""
     step: Positive
     """Step of the lease."""
     samples: Natural
     """Samples in the contribution."""
-    reason: str
+    reason: Text
     """Why it does not count."""
 
 
@@ -282,16 +283,16 @@ class GuestLeft(_GuestGone, frozen=True, kw_only=True, tag="guest_left"):
 
 
 class GuestLost(_GuestGone, frozen=True, kw_only=True, tag="guest_lost"):
-    """A guest fell silent, its connection ended, or it was put out."""
+    """A guest fell silent, its connection ended, or it was removed."""
 
 
 class GuestRefused(_GuestEvent, frozen=True, kw_only=True, tag="guest_refused"):
     """A guest has a different model or protocol or different gradients, or there are too many guests."""
 
-    reason: str
+    reason: Text
     """Why it was refused."""
     step: Positive | None = None
-    """Step under way; absent if the guest had not been welcomed."""
+    """Current step; absent if the guest had not been welcomed."""
     samples_taken_back: Natural | None = None
     """Samples of its lease that the host took back; absent if the guest had not been welcomed."""
     put_out: bool = False
@@ -316,7 +317,7 @@ class ReplicaMismatch(_GuestEvent, frozen=True, kw_only=True, tag="replica_misma
     """Samples taken back."""
     pieces: Natural
     """Pieces of the weights that differ."""
-    reason: str
+    reason: Text
     """What differs."""
 
 
@@ -324,9 +325,9 @@ class StrangerRefused(_Event, frozen=True, kw_only=True, tag="refused_stranger")
     """A connection without the token's key, or with a wrong code, was refused. Of those without the key, only every
     hundredth is written after the first five."""
 
-    address: str
+    address: Text
     """Address of the connection."""
-    reason: str
+    reason: Text
     """Why it was refused, and how many there were so far."""
 
 
@@ -338,9 +339,9 @@ class StepNotApplied(_Event, frozen=True, kw_only=True, tag="step_not_applied"):
 
     step: Positive
     """Number of the step."""
-    machine: str | None
+    machine: Text | None
     """Whose part of the gradient was not finite; null: all parts were finite, but not their sum."""
-    reason: str
+    reason: Text
     """What was not finite."""
     in_a_row: Natural
     """Steps in a row that were not applied."""
@@ -353,9 +354,9 @@ class CheckpointSaved(_Event, frozen=True, kw_only=True, tag="checkpoint"):
 
     step: Natural
     """Steps finished in it."""
-    path: str
+    path: Text
     """Its folder."""
-    seconds: float
+    seconds: Finite
     """Seconds that writing it took."""
 
 
@@ -364,7 +365,7 @@ class CheckpointFailed(_Event, frozen=True, kw_only=True, tag="checkpoint_failed
 
     step: Natural
     """Steps finished."""
-    reason: str
+    reason: Text
     """What failed."""
     again: bool = False
     """True if it is tried again at the next interval; absent for the last checkpoint."""
@@ -373,9 +374,9 @@ class CheckpointFailed(_Event, frozen=True, kw_only=True, tag="checkpoint_failed
 class CheckpointDamaged(_Event, frozen=True, kw_only=True, tag="checkpoint_damaged"):
     """When resuming: a newer checkpoint cannot be used."""
 
-    path: str
+    path: Text
     """Its folder."""
-    reason: str
+    reason: Text
     """What is wrong with it."""
     resumed_from: Natural
     """Step of the checkpoint that is used instead."""
@@ -384,9 +385,9 @@ class CheckpointDamaged(_Event, frozen=True, kw_only=True, tag="checkpoint_damag
 class FlightRecorded(_Event, frozen=True, kw_only=True, tag="flight_recorded"):
     """A flight record was written."""
 
-    machine: str
+    machine: Text
     """Machine that wrote it."""
-    path: str
+    path: Text
     """Its file."""
     first: bool
     """Whether it is the first since the run was started or resumed; the views show only that one."""
@@ -395,9 +396,9 @@ class FlightRecorded(_Event, frozen=True, kw_only=True, tag="flight_recorded"):
 class LoopAwaited(_Event, frozen=True, kw_only=True, tag="loop_awaited"):
     """The script had not reached `run.steps()` after a minute."""
 
-    what: str
+    what: Text
     """Name of the script."""
-    seconds: float
+    seconds: Finite
     """Seconds since the start."""
     guests: Natural
     """Guests that are waiting."""
@@ -413,9 +414,9 @@ class LogGap(_Event, frozen=True, kw_only=True, tag="log_gap"):
 class LogFailed(_Event, frozen=True, kw_only=True, tag="log_failed"):
     """This file cannot be written to. Shown by the views, not written."""
 
-    path: str
+    path: Text
     """Path of the log."""
-    reason: str
+    reason: Text
     """What failed."""
 
 
@@ -425,17 +426,17 @@ class StatisticsMeasured(_Event, frozen=True, kw_only=True, tag="batch_statistic
 
     step: Positive
     """Steps finished."""
-    kind: str
+    kind: Text
     """Class of the first such layer."""
     layers: Natural
     """Number of layers."""
-    names: tuple[str, ...]
+    names: Many[Text]
     """Names of the first three."""
     global_batch: Natural
     """Samples in a step."""
-    micro_batch: dict[str, Natural]
+    micro_batch: Named[Natural]
     """`{machine: most samples at once}`."""
-    effective_batch: float
+    effective_batch: Finite
     """Global batch ÷ micro-batches of the step."""
 
 
@@ -444,16 +445,16 @@ class Logged(_Event, frozen=True, kw_only=True, tag="logged"):
 
     step: Natural
     """Steps finished."""
-    values: dict[str, float | None]
+    values: Named[Finite | None]
     """The values by name; null if one is not finite."""
 
 
 class RunNote(_Event, frozen=True, kw_only=True, tag="note"):
     """Something a person may want to know, such as different versions."""
 
-    text: str
+    text: Text
     """The sentence."""
-    machine: str | None = None
+    machine: Text | None = None
     """Machine that it is about; absent if it is about none."""
 
 
@@ -467,9 +468,9 @@ class Delivered(_Event, frozen=True, kw_only=True, tag="delivered"):
     """Step of the lease."""
     samples: Natural
     """Samples in the contribution."""
-    loss: float | None
+    loss: Finite | None
     """Mean loss of these samples; null if it is not finite."""
-    compute_s: float
+    compute_s: Finite
     """Seconds of computing."""
     total_samples: Natural
     """Samples of all contributions so far, without those that the host has said did not count."""
@@ -478,14 +479,14 @@ class Delivered(_Event, frozen=True, kw_only=True, tag="delivered"):
 class HostPreparing(_Event, frozen=True, kw_only=True, tag="host_preparing"):
     """The host's script has not reached its loop."""
 
-    reason: str
+    reason: Text
     """What it is doing."""
 
 
 class HostGone(_Event, frozen=True, kw_only=True, tag="host_gone"):
     """The guest waits for its host."""
 
-    seconds: float
+    seconds: Finite
     """Seconds since the host was last heard."""
 
 
@@ -498,7 +499,7 @@ class GuestEnded(_Event, frozen=True, kw_only=True, tag="guest_end"):
 
     samples: Natural
     """Samples of all contributions, without those that did not count."""
-    compute_s: float
+    compute_s: Finite
     """Seconds of computing."""
     dropped: Natural = 0
     """Samples of contributions that did not count; absent if there were none."""
@@ -539,11 +540,15 @@ RunEvent = (
 )
 
 _encode = msgspec.json.Encoder().encode
+_MOST_BYTES = LONGEST
+"""Longest line that is written uncut. A text, list or table in it cannot be longer than its type allows."""
+_CUT = 4096
+"""Characters of a text that are kept in a longer line."""
 _decode: msgspec.json.Decoder[RunEvent] = checked.decoder(RunEvent)
 
 
 class _AnyKind(Struct):
-    event: str
+    event: Text
 
 
 def kind_of(event: RunEvent) -> str:
@@ -556,19 +561,22 @@ KINDS = frozenset(str(kind.__struct_config__.tag) for kind in RunEvent.__args__)
 
 
 def to_json(event: RunEvent) -> bytes:
-    """The event as a JSON object in one line. Numbers that are not finite are null, at any depth."""
+    """The event as a JSON object in one line, which `from_json` reads. Numbers that are not finite are null, at any
+    depth, and what is longer than a line may be is cut."""
     try:
-        return _encode(event)
+        line = _encode(event)
     except UnicodeEncodeError:  # half a surrogate pair, in a path or in what another machine calls itself
-        return _encode(_encodable(msgspec.to_builtins(event)))
+        line = _encode(_encodable(msgspec.to_builtins(event), LONGEST))
+    return line if len(line) <= _MOST_BYTES else _encode(_encodable(msgspec.to_builtins(event), _CUT))
 
 
-def _encodable(value: Any) -> Any:
+def _encodable(value: Any, most: int) -> Any:
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
+        return value[:most].encode("utf-8", "replace").decode()
     if isinstance(value, dict):
-        return {_encodable(key): _encodable(item) for key, item in value.items()}
-    return [_encodable(item) for item in value] if isinstance(value, (list, tuple)) else value
+        pairs = itertools.islice(value.items(), LONGEST)
+        return {_encodable(key, most): _encodable(item, most) for key, item in pairs}
+    return [_encodable(item, most) for item in value[:LONGEST]] if isinstance(value, (list, tuple)) else value
 
 
 def from_json(line: bytes | str) -> RunEvent | None:

@@ -5,13 +5,12 @@ None means not known. Keys of newer versions are ignored.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
 
 from potluck import checked
+from potluck.bounds import Finite, Many, Named, Natural, Text, Whole
 from potluck.errors import UserError
 from potluck.spec.probed import ProbedPath
 
@@ -28,40 +27,40 @@ DENIED, UNKNOWN_NAME, FAILED = "denied", "unknown name", "failed"
 class Interface(Struct, frozen=True, kw_only=True):
     """One network interface."""
 
-    name: str
-    kind: str = OTHER
+    name: Text
+    kind: Text = OTHER
     """ethernet, wifi, thunderbolt, vpn, container, loopback, other."""
     up: bool = True
-    addresses: tuple[str, ...] = ()
+    addresses: Many[Text] = ()
     """IPv4 and IPv6, each with its prefix: 192.168.1.5/24."""
-    mtu: int | None = None
-    speed_mbit: int | None = None
+    mtu: Natural | None = None
+    speed_mbit: Whole | None = None
 
 
 class Route(Struct, frozen=True, kw_only=True):
     """The route of packets to an address."""
 
-    to: str
-    interface: str | None
-    source: str
-    neighbour: str | None = None
+    to: Text
+    interface: Text | None
+    source: Text
+    neighbour: Text | None = None
     """State of the address in the neighbour table: reachable or failed; None if it is not on this network."""
 
 
 class HostsLine(Struct, frozen=True, kw_only=True):
     """One line of the hosts file."""
 
-    address: str
-    names: tuple[str, ...]
+    address: Text
+    names: Many[Text]
 
 
 class Lookup(Struct, frozen=True, kw_only=True):
     """One query to the resolver: the addresses of a name, or the name of an address."""
 
-    asked: str
-    seconds: float
-    answers: tuple[str, ...] = ()
-    error: str = ""
+    asked: Text
+    seconds: Finite
+    answers: Many[Text] = ()
+    error: Text = ""
     finished: bool = True
     """False if there was no answer within `seconds`."""
 
@@ -69,29 +68,29 @@ class Lookup(Struct, frozen=True, kw_only=True):
 class Port(Struct, frozen=True, kw_only=True):
     """A port of this machine that is needed, and the process that uses it."""
 
-    number: int
+    number: Natural
     free: bool
-    holder: str | None = None
-    wanted_by: str = ""
+    holder: Text | None = None
+    wanted_by: Text = ""
     """What needs it: --port, MASTER_PORT, torchrun's default."""
 
 
 class Firewall(Struct, frozen=True, kw_only=True):
     """One firewall and what it does with connections from outside."""
 
-    tool: str
+    tool: Text
     """ufw, firewalld, nftables, iptables, macos, windows."""
     blocks: bool | None
     """Whether incoming connections are dropped unless a rule allows them."""
-    allowed: tuple[str, ...] = ()
+    allowed: Many[Text] = ()
     """Ports or ranges that rules allow in: 22, 6000-6010."""
-    denied: tuple[str, ...] = ()
+    denied: Many[Text] = ()
     """Ports or ranges that rules block."""
     out_blocks: bool = False
     """Whether outgoing connections are dropped unless a rule allows them."""
-    out_allowed: tuple[str, ...] = ()
-    out_denied: tuple[str, ...] = ()
-    how: str = ""
+    out_allowed: Many[Text] = ()
+    out_denied: Many[Text] = ()
+    how: Text = ""
     """The command whose output shows this."""
 
 
@@ -107,117 +106,117 @@ class Ipv6(Struct, frozen=True, kw_only=True):
 
 
 class Cpu(Struct, frozen=True, kw_only=True):
-    name: str = ""
-    physical: int = 1
-    logical: int = 1
-    usable: int = 1
+    name: Text = ""
+    physical: Natural = 1
+    logical: Natural = 1
+    usable: Natural = 1
     """Physical cores that this process may use, within affinity and quota."""
 
 
 class Disk(Struct, frozen=True, kw_only=True):
     """The file system of the folder that holds runs."""
 
-    path: str
-    free_bytes: int | None = None
+    path: Text
+    free_bytes: Natural | None = None
     writable: bool = True
-    error: str = ""
+    error: Text = ""
 
 
 class Power(Struct, frozen=True, kw_only=True):
     on_battery: bool | None = None
-    percent: float | None = None
-    sleeps_after_s: float | None = None
+    percent: Finite | None = None
+    sleeps_after_s: Finite | None = None
     """Idle seconds until the system sleeps by itself; 0: never."""
-    how: str = ""
+    how: Text = ""
 
 
 class Gpu(Struct, frozen=True, kw_only=True):
-    vendor: str
+    vendor: Text
     """nvidia, amd, apple."""
-    name: str = ""
-    driver: str = ""
-    how: str = ""
+    name: Text = ""
+    driver: Text = ""
+    how: Text = ""
 
 
 class Torch(Struct, frozen=True, kw_only=True):
-    version: str | None = None
-    cuda_build: str | None = None
-    hip_build: str | None = None
+    version: Text | None = None
+    cuda_build: Text | None = None
+    hip_build: Text | None = None
     cuda_available: bool | None = None
     mps_built: bool | None = None
     mps_available: bool | None = None
-    error: str = ""
+    error: Text = ""
 
 
 class Orphan(Struct, frozen=True, kw_only=True):
     """A training process whose parent has ended."""
 
-    pid: int
-    command: str
-    age_s: float
-    why: str
+    pid: Natural
+    command: Text
+    age_s: Finite
+    why: Text
     """The evidence that nobody waits for it."""
     surely: bool = False
     """Whether the process itself names its owner, and that owner is gone."""
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
-    path: str
+    path: Text
     whole: bool
-    why: str = ""
+    why: Text = ""
 
 
 class SshHost(Struct, frozen=True, kw_only=True):
     """One attempt to log in without a password."""
 
-    host: str
-    status: int | None
+    host: Text
+    status: Whole | None
     """Exit status of ssh; None if it did not end in time or ssh is not installed."""
-    said: str = ""
-    python: str = ""
+    said: Text = ""
+    python: Text = ""
     """Output of Python on that machine, if it ran."""
 
 
 class Facts(Struct, frozen=True, kw_only=True):
     """One machine."""
 
-    name: str
-    platform: str
+    name: Text
+    platform: Text
     """linux, darwin, win32."""
-    system: str = ""
+    system: Text = ""
     """The version as the system describes it."""
-    architecture: str = ""
+    architecture: Text = ""
     translated: bool = False
     """Whether this is an Intel Python on an Apple processor (Rosetta)."""
     wsl: bool = False
-    python: str = ""
-    potluck: str = ""
-    protocol: int = 0
+    python: Text = ""
+    potluck: Text = ""
+    protocol: Natural = 0
     torch: Torch = Torch()
-    interfaces: tuple[Interface, ...] = ()
-    default_address: str | None = None
+    interfaces: Many[Interface] = ()
+    default_address: Text | None = None
     """The address that `potluck host` listens on: that of the default route, if there is one."""
     default_route: bool = True
-    hosts: tuple[HostsLine, ...] = ()
-    hosts_path: str = "/etc/hosts"
-    lookups: tuple[Lookup, ...] = ()
-    environment: Mapping[str, str] = {}
+    hosts: Many[HostsLine] = ()
+    hosts_path: Text = "/etc/hosts"
+    lookups: Many[Lookup] = ()
+    environment: Named[Text] = {}
     """Environment variables about networks and threads; no secrets."""
-    ports: tuple[Port, ...] = ()
-    firewalls: tuple[Firewall, ...] = ()
+    ports: Many[Port] = ()
+    firewalls: Many[Firewall] = ()
     ipv6: Ipv6 = Ipv6()
     cpu: Cpu = Cpu()
-    memory_bytes: int | None = None
-    memory_free_bytes: int | None = None
-    model_parameters: int | None = None
+    memory_bytes: Natural | None = None
+    memory_free_bytes: Natural | None = None
+    model_parameters: Natural | None = None
     """Parameters of the model to be trained, if given with --parameters."""
     disk: Disk | None = None
     power: Power = Power()
-    gpus: tuple[Gpu, ...] = ()
-    orphans: tuple[Orphan, ...] = ()
-    checkpoints: tuple[Checkpoint, ...] = ()
+    gpus: Many[Gpu] = ()
+    orphans: Many[Orphan] = ()
+    checkpoints: Many[Checkpoint] = ()
     """Checkpoints of the run, newest first."""
-    ssh: tuple[SshHost, ...] = ()
+    ssh: Many[SshHost] = ()
 
     def interface(self, name: str | None) -> Interface | None:
         return next((i for i in self.interfaces if i.name == name), None)
@@ -226,14 +225,14 @@ class Facts(Struct, frozen=True, kw_only=True):
 class Reach(Struct, frozen=True, kw_only=True):
     """One attempt to open a TCP connection."""
 
-    machine: str
+    machine: Text
     """The machine that tried."""
-    address: str
-    port: int
-    outcome: str
+    address: Text
+    port: Natural
+    outcome: Text
     """connected, refused, timeout, no route, denied, unknown name, failed."""
-    errno: int | None = None
-    seconds: float = 0.0
+    errno: Whole | None = None
+    seconds: Finite = 0.0
     wanted: bool = True
     """False for a port where nothing needs to listen, tried only to see whether the machine answers."""
     route: Route | None = None
@@ -242,29 +241,29 @@ class Reach(Struct, frozen=True, kw_only=True):
 class Transfer(Struct, frozen=True, kw_only=True):
     """One message over the encrypted connection, and whether it arrived."""
 
-    direction: str
+    direction: Text
     """out (from here to there) or in."""
-    size_bytes: int
+    size_bytes: Natural
     arrived: bool
-    seconds: float
+    seconds: Finite
 
 
 class Between(Struct, frozen=True, kw_only=True):
     """The connection between this machine and another, tested from this one."""
 
-    target: str
+    target: Text
     """What the user gave: an address, or "a token"; never the token itself."""
-    reaches: tuple[Reach, ...] = ()
-    back: tuple[Reach, ...] = ()
+    reaches: Many[Reach] = ()
+    back: Many[Reach] = ()
     """Attempts of the other machine to reach this one."""
-    handshake: str = ""
+    handshake: Text = ""
     """"" (not tried), ok, or what went wrong."""
-    partner: str = ""
+    partner: Text = ""
     """doctor, host, probe, silent (connected, but it does not answer), or "" (not connected)."""
-    partner_versions: Mapping[str, str] = {}
-    transfers: tuple[Transfer, ...] = ()
-    paths: tuple[ProbedPath, ...] = ()
-    """How fast each address of the other machine is, measured in a moment; the used one first."""
+    partner_versions: Named[Text] = {}
+    transfers: Many[Transfer] = ()
+    paths: Many[ProbedPath] = ()
+    """The speed of each address of the other machine, measured briefly; the used one first."""
 
     @property
     def used(self) -> Reach | None:
@@ -278,22 +277,16 @@ class Case(Struct, frozen=True, kw_only=True):
     here: Facts
     there: Facts | None = None
     between: Between | None = None
-    format: int = FORMAT
+    format: Natural = FORMAT
 
 
-def from_json(text: str | bytes) -> Case:
-    """The case in a JSON text; raises UserError if it is not valid."""
-    try:
-        value: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        raise UserError(
-            "the facts file is not valid JSON", hint="make one with: potluck doctor --save FILE"
-        ) from None
+def case_of(value: Any) -> Case:
+    """The case in the content of a facts file; raises UserError if it is not valid."""
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         found = value.get("format") if isinstance(value, dict) else None
         raise UserError(
             f"the facts file has format {found!r}, but this version of potluck reads format {FORMAT}",
-            hint="make it again with: potluck doctor --save FILE",
+            hint=_AGAIN,
         )
     if isinstance(value.get("measured"), list) and isinstance(value.get("paths"), list):
         raise UserError(

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from potluck import checked
+from potluck.bounds import Many, Text
 from potluck.errors import ConfigError
 from potluck.spec.rig import GUEST, Mbit, Rig, StepNumber
 
@@ -32,7 +33,7 @@ _EXAMPLE = '[[fault]] with machine = "laptop", kind = "stop", at_step = 6, for_s
 class PlannedFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One fault of one guest or of its link."""
 
-    machine: str | None = None
+    machine: Text | None = None
     """The affected guest; the rig's first guest if not given."""
     kind: Literal[LinkKind, ProcessKind]
     """delay, limit, blackhole, reset, half-open, truncate, flip: the link. stop, kill: the guest's process."""
@@ -105,8 +106,8 @@ class PlannedFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class FaultPlan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"faults": "fault"}):
     """All faults of one run."""
 
-    about: str = ""
-    faults: tuple[PlannedFault, ...] = ()
+    about: Text = ""
+    faults: Many[PlannedFault] = ()
 
     def __post_init__(self) -> None:
         if not 0 < len(self.faults) <= MOST_FAULTS:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
+from potluck.bounds import Many, Natural, Text
+
 BLOCKER, WARNING, NOTE = "blocker", "warning", "note"
 SEVERITIES = (BLOCKER, WARNING, NOTE)
 """A blocker stops Potluck, a warning costs speed or safety, a note matters to other tools or to you."""
@@ -13,48 +15,48 @@ SEVERITIES = (BLOCKER, WARNING, NOTE)
 class Finding(Struct, frozen=True, kw_only=True):
     """One problem."""
 
-    code: str
+    code: Text
     """A stable name for programs, such as own-name-is-loopback."""
-    severity: str
-    machine: str
-    what: str
-    how: str
+    severity: Text
+    machine: Text
+    what: Text
+    how: Text
     """The evidence."""
-    breaks: str
-    fix: str
+    breaks: Text
+    fix: Text
     """How to fix it; a command if there is one."""
-    pains: tuple[int, ...] = ()
+    pains: Many[Natural] = ()
     """Rows of the table in troubleshooting/doctor.md."""
-    potluck: str = ""
+    potluck: Text = ""
     """For a problem in the log of another tool: what Potluck does differently."""
 
 
 class Fine(Struct, frozen=True, kw_only=True):
     """One thing that was checked and is fine."""
 
-    machine: str
-    what: str
-    details: str = ""
+    machine: Text
+    what: Text
+    details: Text = ""
 
 
 class LogReading(Struct, frozen=True, kw_only=True):
     """The findings in the log of a run."""
 
-    name: str
+    name: Text
     """Name of the log file."""
-    lines: int
-    findings: tuple[Finding, ...]
+    lines: Natural
+    findings: Many[Finding]
     """The likeliest cause first. A blocker is what ended that run."""
     explained: bool = False
     """Whether a known failure ended that run. An exception of the user's script, the crash of a rank and the errors
-    that follow on other ranks explain nothing. Asides also appear in healthy logs."""
-    first_error: str = ""
+    that follow on other ranks explain nothing. Notes (asides) also appear in healthy logs."""
+    first_error: Text = ""
     """If no finding explains the failure: the first line that looks like one, quoted; empty if none does."""
     ended_well: bool = False
     """Whether it has Potluck's last message of a run, and no failure after it. Other tools have no such message."""
-    network: tuple[Fine, ...] = ()
-    """What it says of the interfaces, transports and variables of NCCL, RCCL and gloo."""
-    left_out_bytes: int = 0
+    network: Many[Fine] = ()
+    """The log's lines about the interfaces, transports and variables of NCCL, RCCL and gloo."""
+    left_out_bytes: Natural = 0
     """Bytes in the middle of a long log that were not read."""
 
     @property
@@ -66,8 +68,8 @@ class LogReading(Struct, frozen=True, kw_only=True):
 class Diagnosis(Struct, frozen=True, kw_only=True):
     """All findings, the worst first, and what is fine."""
 
-    findings: tuple[Finding, ...]
-    fine: tuple[Fine, ...]
+    findings: Many[Finding]
+    fine: Many[Fine]
     log: LogReading | None = None
 
     healthy: bool = True

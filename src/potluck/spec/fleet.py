@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from potluck.bounds import Finite, Many, Named, Natural, Text
 from potluck.checked import nearest
 from potluck.errors import ConfigError
 
@@ -23,33 +24,35 @@ STRATEGIES = (
 class FleetMachine(Struct, frozen=True, kw_only=True):
     """The figures of one machine that a prediction needs."""
 
-    name: str
-    samples_per_s: float
+    name: Text
+    samples_per_s: Finite
     """Samples per second while it computes."""
-    update_s: float = 0.0
+    update_s: Finite = 0.0
     """Time of the optimizer's update of the whole model."""
-    link_bytes_per_s: float | None = None
+    link_bytes_per_s: Finite | None = None
     """Payload rate of its link in each direction; None: no limit."""
-    latency_s: float = 0.0
+    latency_s: Finite = 0.0
     """One-way latency of its link."""
-    micro_batch: int = 4
+    micro_batch: Natural = 4
     """Samples computed at once."""
-    largest_micro_batch: int = 256
+    largest_micro_batch: Natural = 256
     """The most samples that it could compute at once."""
-    memory_bytes: float | None = None
-    device: str = ""
-    link: str = ""
+    by_memory: bool = False
+    """Whether the plan chose both by the memory that potluck leaves; else they were given or measured."""
+    memory_bytes: Finite | None = None
+    device: Text = ""
+    link: Text = ""
     """Name of the link, if it has one."""
-    node: str = ""
-    """The machine that this device is in, if several of its devices are planned for: each is a rank."""
-    node_devices: int = 1
+    node: Text = ""
+    """The machine that contains this device, if several of its devices are planned: each is a rank."""
+    node_devices: Natural = 1
     """How many devices share the node's link."""
-    intra: str = ""
+    intra: Text = ""
     """Name of the link between the devices of the node."""
-    intra_bytes_per_s: float | None = None
+    intra_bytes_per_s: Finite | None = None
     """Payload rate of each device to the others of its node, in each direction; None: no limit."""
-    intra_latency_s: float = 0.0
-    watts: float | None = None
+    intra_latency_s: Finite = 0.0
+    watts: Finite | None = None
     """Power while it trains; None: not known."""
 
     @property
@@ -68,16 +71,16 @@ class FleetMachine(Struct, frozen=True, kw_only=True):
 class Job(Struct, frozen=True, kw_only=True):
     """The figures of what is trained."""
 
-    name: str
-    parameters: int
+    name: Text
+    parameters: Natural
     """Number of trained parameters: each has a gradient that is sent."""
-    batch: int
+    batch: Natural
     """Samples per step, over all machines."""
-    tokens_per_sample: int = 1
-    codec: str = "int4"
+    tokens_per_sample: Natural = 1
+    codec: Text = "int4"
     """Compression that potluck uses for weight changes and gradients."""
-    activation_bytes_per_sample: float | None = None
-    bytes_per_parameter: float = FP32_BYTES
+    activation_bytes_per_sample: Finite | None = None
+    bytes_per_parameter: Finite = FP32_BYTES
     """Bytes per parameter of an uncompressed gradient."""
 
     @property
@@ -91,7 +94,7 @@ class Job(Struct, frozen=True, kw_only=True):
 class Fleet(Struct, frozen=True, kw_only=True):
     """Machines; the first is the host."""
 
-    machines: tuple[FleetMachine, ...]
+    machines: Many[FleetMachine]
 
     def __post_init__(self) -> None:
         if not self.machines:
@@ -111,7 +114,7 @@ class Fleet(Struct, frozen=True, kw_only=True):
 
     @property
     def nodes(self) -> tuple[tuple[FleetMachine, ...], ...]:
-        """The machines by node; one that is in none is its own."""
+        """The machines by node. A machine without a node is its own node."""
         found: dict[str, list[FleetMachine]] = {}
         for machine in self.machines:
             found.setdefault(machine.node or f"={machine.name}", []).append(machine)
@@ -138,26 +141,26 @@ class Fleet(Struct, frozen=True, kw_only=True):
 class Prediction(Struct, frozen=True, kw_only=True):
     """One strategy on one fleet."""
 
-    strategy: str
-    step_s: float
-    compute_s: float
+    strategy: Text
+    step_s: Finite
+    compute_s: Finite
     """Compute time of the machine that computes longest."""
-    exchange_s: float
+    exchange_s: Finite
     """Time in which bytes are sent, hidden or not."""
-    exposed_s: float
+    exposed_s: Finite
     """Time of the step in which a machine waits for the network."""
-    speedup: float
+    speedup: Finite
     """Speed-up over the fastest machine alone."""
-    efficiency: float
+    efficiency: Finite
     """Samples/s ÷ the sum of the samples/s of each machine alone."""
-    shares: dict[str, int]
+    shares: Named[Natural]
     """Samples per step of each machine; 0: it sits out."""
-    idle_s: dict[str, float]
+    idle_s: Named[Finite]
     """Time of a step in which each machine computes nothing."""
-    memory_bytes: dict[str, float]
-    waits: str = ""
-    """A sentence on who waits for whom."""
-    note: str = ""
+    memory_bytes: Named[Finite]
+    waits: Text = ""
+    """A sentence that says which machine waits for which."""
+    note: Text = ""
     """A remark if it is not the same training or does not fit."""
     fits: bool = True
     """Whether it fits into every machine's memory, as far as known."""
@@ -166,26 +169,26 @@ class Prediction(Struct, frozen=True, kw_only=True):
 class Lever(Struct, frozen=True, kw_only=True):
     """One possible change and its predicted effect."""
 
-    what: str
-    speedup: float
-    gain: float
+    what: Text
+    speedup: Finite
+    gain: Finite
     """Step time now ÷ step time with the change, for the same samples."""
     same_training: bool = True
     """False if it changes the result of the training, not only its speed (another batch, a coarser codec)."""
 
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """What a way to train costs."""
+    """The cost of a strategy."""
 
-    what: str
-    strategy: str
-    units_per_s: float
-    """Tokens per second; samples, where the model has no tokens."""
-    watts: float | None
-    """Power of all machines that compute; None: rented, so that it does not matter."""
-    per_hour: float
-    per_billion: float
-    """Of a billion tokens (samples)."""
+    what: Text
+    strategy: Text
+    units_per_s: Finite
+    """Tokens per second; samples per second if the model has no tokens."""
+    watts: Finite | None
+    """Power of all machines that compute; None if rented."""
+    per_hour: Finite
+    per_billion: Finite
+    """Cost of a billion tokens (samples)."""
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -193,12 +196,12 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     job: Job
     fleet: Fleet
-    rows: tuple[Prediction, ...]
-    ideal_speedup: float
-    verdict: str
-    levers: tuple[Lever, ...] = ()
-    assumptions: tuple[str, ...] = ()
-    costs: tuple[Cost, ...] = ()
+    rows: Many[Prediction]
+    ideal_speedup: Finite
+    verdict: Text
+    levers: Many[Lever] = ()
+    assumptions: Many[Text] = ()
+    costs: Many[Cost] = ()
 
     def row(self, strategy: str) -> Prediction:
         for row in self.rows:

@@ -1,15 +1,15 @@
-"""What a run was started with: the contents of its manifest.json. PURE.
+"""The settings with which a run was started: the contents of its manifest.json. PURE.
 
 The table in docs/reference/run-folder.md is generated from this file.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct, structs
 
-from potluck.checked import Natural
+from potluck.bounds import Many, Named, Natural, Settings, Text
 from potluck.spec.config import RunConfig
 from potluck.spec.messages import Source
 
@@ -17,7 +17,7 @@ from potluck.spec.messages import Source
 class Manifest(Struct, frozen=True, kw_only=True):
     """Written before anything starts, and again at each resume."""
 
-    what: str
+    what: Text
     """Name of the recipe or of the script."""
     command: Literal["train", "host"]
     """Command that started the run."""
@@ -29,35 +29,35 @@ class Manifest(Struct, frozen=True, kw_only=True):
     source: Source | None = None
     """What guests run: `recipe` and `config`, or for a script `files`, `arguments`, `sha256` and `imports`. Null in
     a notebook until training begins."""
-    versions: dict[str, str]
+    versions: Named[Text]
     """Versions of potluck, torch and Python on the host."""
-    machines: tuple[MachineEntry, ...]
+    machines: Many[MachineEntry]
     """The host and, added when the run ends, every guest that joined."""
     guests: Natural = 0
     """Number of guests started on this machine by `potluck train`."""
     port: Natural | None = None
     """Port on which the host listens; a resumed run uses it again. Null if guests cannot join."""
 
-    def settings_to_resume(self) -> dict[str, Any]:
+    def config_to_resume(self) -> RunConfig:
         """The run settings without the wait for guests, which a resumed run does not repeat."""
-        return {**structs.asdict(self.config), "wait_for": 0}
+        return structs.replace(self.config, wait_for=0)
 
 
 class RecipeEntry(Struct, frozen=True, kw_only=True):
     """The recipe in a manifest."""
 
-    name: str
+    name: Text
     """Name of the recipe."""
-    config: dict[str, Any]
+    config: Settings
     """All [recipe settings](configuration.md#recipe-settings)."""
 
 
 class MachineEntry(Struct, frozen=True, kw_only=True):
     """A machine in a manifest. The events say when each joined and left."""
 
-    name: str
+    name: Text
     """Name of the machine."""
-    role: str
+    role: Text
     """`host`, `guest`, or `alone`."""
-    device: str
+    device: Text
     """What it computes on."""

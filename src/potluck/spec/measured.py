@@ -6,19 +6,17 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from potluck.checked import Positive
-
-Above0 = Annotated[float, Meta(gt=0, lt=1e300)]
+from potluck.bounds import Above0, Positive, Text
 
 
 class Measured(Struct, frozen=True, kw_only=True):
     """One machine. The first in a list is the host, unless another has `host`."""
 
-    name: Annotated[str, Meta(min_length=1)]
-    device: str = ""
+    name: Annotated[Text, Meta(min_length=1)]
+    device: Text = ""
     samples_per_s: Above0 | None = None
     """Samples per second of the model in `model`, while computing."""
-    model: str = ""
+    model: Text = ""
     """Name of the model as in `potluck plan --model`: gpt:4, gpt2-124m."""
     sequence: Positive | None = None
     """Tokens per sample."""

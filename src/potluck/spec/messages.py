@@ -1,8 +1,8 @@
-"""The messages between host and guests: their fields, the bounds of each, and what travels beside them.
+"""The messages between host and guests: their fields, the bounds of each, and their raw frames.
 
-PURE. One class for each kind. A message is decoded and checked once, where it arrives (`wire.frames.Reader`); from
-there on it is an object with fields. Numbers are finite and bounded. Words that a person gets to see are cut and
-hold nothing that steers a terminal. Unknown fields are ignored: a field can be added without a new protocol.
+PURE. One class for each kind. A message is decoded and checked once, on arrival (`wire.frames.Reader`); after that
+it is an object with fields. Numbers are finite and bounded. Texts for people are cut and contain no terminal
+control characters. Unknown fields are ignored: a field can be added without a new protocol.
 
 `docs/reference/protocol.md` is generated from these classes: a class's docstring says when the message is sent, the
 docstring under a field what it means.
@@ -18,38 +18,48 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
+from potluck.bounds import (
+    LARGEST,
+    Finite,
+    Long,
+    Many,
+    Named,
+    Natural,
+    Positive,
+    Settings,
+    Short,
+    Text,
+    Whole,
+)
 from potluck.units import printable
 
 Channel = Literal["control", "data"]
 CONTROL: Channel = "control"
-"""Small messages, at once."""
+"""The control connection: small messages, sent immediately."""
 DATA: Channel = "data"
-"""Tensors, and what must stay in order with them."""
+"""The data connection: tensors, and messages that must stay in order with them."""
 
-LARGEST = 1 << 62
 SHORTEST_S, LONGEST_S = 1e-6, 1e7
 """Durations that a guest may report, apart from 0: rates are computed from them."""
 MOST_SIZES = 4096
 """Micro-batches of one lease; a host makes 512 at most."""
 MOST_AHEAD = 512
-"""Micro-batches that a guest keeps of those sent ahead."""
+"""The most micro-batches sent ahead that a guest stores."""
 INDEX_BYTES = 8
 """One index of the data set in a frame: a little-endian int64."""
 
-Count = Annotated[int, Meta(ge=0, le=LARGEST)]
-Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
-Whole = Annotated[int, Meta(ge=-LARGEST, le=LARGEST)]
 Seconds = Annotated[float, Meta(ge=0.0, le=LONGEST_S)]
 HostSeconds = Annotated[float, Meta(ge=0.0, le=float(LARGEST))]
 MOST_ITEMS = 1e15
-"""Items of one contribution; float64 counts them exactly up to there."""
+"""The most items of one contribution; float64 counts exactly up to this number."""
 Items = Annotated[float, Meta(ge=0.0, le=MOST_ITEMS)]
 MOST_LOSS = 1e30
-"""The summed loss of one contribution; any number of them can be added up."""
+"""The largest summed loss of one contribution, small enough that any number of them can be added."""
 LossSum = Annotated[float, Meta(ge=-MOST_LOSS, le=MOST_LOSS)]
+MOST_DIMENSIONS = 64
+"""The most dimensions of a tensor, as in torch."""
+Shape = Annotated[tuple[Natural, ...], Meta(max_length=MOST_DIMENSIONS)]
 Sizes = Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=MOST_SIZES)]
-Short = Annotated[str, Meta(max_length=200)]
-Long = Annotated[str, Meta(max_length=4096)]
 # Words for a person are cut, not refused: see `_clean`.
 Label = Annotated[str, Meta(extra={"cut": 40})]
 Name = Annotated[str, Meta(extra={"cut": 80})]
@@ -59,7 +69,7 @@ Words = Annotated[str, Meta(extra={"cut": 500})]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frames:
-    """The raw frames that a kind of message has: how many, and what they hold."""
+    """The raw frames of a kind of message: how many, and their content."""
 
     least: int = 0
     most: int = 0
@@ -75,7 +85,7 @@ class Message(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     frames: ClassVar[Frames] = Frames()
 
     def unfit(self, frames: Sequence[bytes | memoryview]) -> str:
-        """Why these frames do not belong to this message; empty if they do."""
+        """Why these frames do not fit this message; empty if they do."""
         least, most = self.frames.least, self.frames.most
         if least <= len(frames) <= most:
             return ""
@@ -85,7 +95,7 @@ class Message(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
 
 @functools.cache
 def _cuts(kind: type[Message]) -> tuple[tuple[str, int], ...]:
-    """The fields of a kind that hold words for a person, and how long they may be."""
+    """The fields of a kind that contain text for a person, and their greatest length."""
     found = []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         metas = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
@@ -94,7 +104,7 @@ def _cuts(kind: type[Message]) -> tuple[tuple[str, int], ...]:
 
 
 def _clean(message: Message) -> None:
-    """Cut the words of a message, and take out what would steer the terminal in which a person reads them."""
+    """Cut the texts of a message, and remove terminal control characters."""
     for name, limit in _cuts(type(message)):
         force_setattr(message, name, printable(getattr(message, name), limit))
 
@@ -153,14 +163,14 @@ class WaitMessage(Message, frozen=True, kw_only=True):
 
 
 class Source(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a guest has to run: a recipe with its config, or a script whose files come as frames."""
+    """The code for a guest to run: a recipe with its config, or a script whose files come as frames."""
 
     recipe: Short = ""
-    config: dict[str, Any] = {}
+    config: Settings = {}
     files: Annotated[tuple[Long, ...], Meta(max_length=64)] = ()
-    arguments: Annotated[tuple[str, ...], Meta(max_length=1000)] = ()
+    arguments: Annotated[tuple[Text, ...], Meta(max_length=1000)] = ()
     sha256: Short = ""
-    imports: dict[Short, Long] = {}
+    imports: Annotated[dict[Short, Long], Meta(max_length=1000)] = {}
 
     def __post_init__(self) -> None:
         if bool(self.recipe) == bool(self.files):
@@ -182,9 +192,9 @@ class WelcomeMessage(Message, frozen=True, kw_only=True):
     run: Name
     """The run's id."""
     codec: Name
-    """How gradients are coded."""
+    """Codec of gradients."""
     codec_down: Name
-    """How changes of the weights are coded."""
+    """Codec of changes of the weights."""
     versions: Annotated[dict[Short, Short], Meta(max_length=16)]
     """The host's `potluck`, `torch` and `python`."""
     source: Source
@@ -203,21 +213,21 @@ class ReadyMessage(Message, frozen=True, kw_only=True):
         most=1,
         holds='JSON `{"fingerprint": [[name, shape, dtype, role]…], "hashes": {name: blake2b-128}}`',
     )
-    micro_batch: Count
-    """Samples it computes at once."""
-    largest_micro_batch: Count
-    """The most it could."""
-    ahead_bytes: Count = 0
-    """Bytes of samples that it keeps ahead of their lease; 0: it wants none."""
+    micro_batch: Natural
+    """Samples that it computes at once."""
+    largest_micro_batch: Natural
+    """The most samples that it could compute at once."""
+    ahead_bytes: Natural = 0
+    """The most bytes of samples that it stores ahead of their lease; 0: it accepts none."""
 
 
 class ModelDescription(Struct, frozen=True, kw_only=True):
-    """The frame of `ready`: what a guest says of its model."""
+    """The frame of `ready`: the description of a guest's model."""
 
-    fingerprint: tuple[tuple[str, tuple[Count, ...], str, str], ...]
+    fingerprint: Many[tuple[Long, Shape, Short, Short]]
     """Name, shape, dtype and role of each tensor."""
-    hashes: dict[str, str]
-    """Of each frozen parameter and buffer."""
+    hashes: Named[Short]
+    """Hash of each frozen parameter and buffer."""
 
 
 class TensorMessage(Message, frozen=True, kw_only=True):
@@ -229,7 +239,7 @@ class TensorMessage(Message, frozen=True, kw_only=True):
     frames = Frames(least=1, most=1, holds="raw values")
     name: Long
     """The tensor."""
-    start: Count
+    start: Natural
     """The index of the part's first value in the flat tensor."""
 
 
@@ -240,9 +250,9 @@ class WholeMessage(Message, frozen=True, kw_only=True):
     sender = "host"
     channel = DATA
     frames = Frames(least=1, most=1, holds="float32")
-    piece: Count
+    piece: Natural
     """Number of the piece."""
-    version: Count
+    version: Natural
     """Version of the weights in it."""
 
 
@@ -253,15 +263,15 @@ class CheckMessage(Message, frozen=True, kw_only=True):
     kind = "check"
     sender = "host"
     frames = Frames(most=1, holds="with local data the indices, unless reading a sample is random")
-    check: Count
+    check: Natural
     """Number of the check."""
-    step: Count
+    step: Natural
     """The step whose weights are used."""
     sizes: Sizes
     """Samples in each micro-batch; a check has one."""
-    seed: Count | None = None
-    """For the random generators, before the loop's body."""
-    epoch: Count | None = None
+    seed: Natural | None = None
+    """Seed of the random generators before the loop's body."""
+    epoch: Natural | None = None
     """The epoch of the step, from 0."""
 
     def unfit(self, frames: Sequence[bytes | memoryview]) -> str:
@@ -278,11 +288,11 @@ class SketchMessage(Message, frozen=True, kw_only=True):
         most=1,
         holds="float32: the norm of each trained tensor's gradient, then values at a fixed stride (some 262,144)",
     )
-    check: Count
+    check: Natural
     """Number of the check."""
-    count: Count
+    count: Natural
     """Samples it computed."""
-    loss: float | None
+    loss: Finite | None
     """The mean loss; null if it is not finite."""
     items: Items | None = None
     """As in `done`."""
@@ -292,9 +302,9 @@ class SketchMessage(Message, frozen=True, kw_only=True):
     """Every layer with trained weights computes in bf16."""
     random: Annotated[dict[Short, Short], Meta(max_length=16)] = {}
     """`python`, `numpy`, `cpu` and the device's kind: blake2b-64 of each generator's state after the body."""
-    micro_batch: Count
+    micro_batch: Natural
     """As in `ready`."""
-    largest_micro_batch: Count
+    largest_micro_batch: Natural
     """As in `ready`."""
 
     def __post_init__(self) -> None:
@@ -302,7 +312,7 @@ class SketchMessage(Message, frozen=True, kw_only=True):
 
 
 class NoteMessage(Message, frozen=True, kw_only=True):
-    """For the user of the guest: the parity check compares it with the host's own spread."""
+    """A note for the user of the guest, when the parity check compares it with the host's own spread."""
 
     kind = "note"
     sender = "host"
@@ -321,7 +331,7 @@ class RefuseMessage(Message, frozen=True, kw_only=True):
     reason: Words = "?"
     """Why."""
     hint: Words = ""
-    """What to do: after a parity check, and from a listener that is not a host."""
+    """What to do; set after a parity check, and by a listener that is not a host."""
     joined: bool = False
     """Whether it had taken part."""
 
@@ -339,13 +349,13 @@ class ChangeMessage(Message, frozen=True, kw_only=True):
     sender = "host"
     channel = DATA
     frames = Frames(least=1, most=1, holds="coded with its `codec`")
-    piece: Count
+    piece: Natural
     """Number of the piece."""
     codec: Name = ""
-    """How it is coded; empty: with `codec_down` of `welcome`."""
+    """Codec; empty: `codec_down` of `welcome`."""
     base: Whole
     """The version that the guest must hold."""
-    version: Count
+    version: Natural
     """The version that it then holds."""
 
 
@@ -355,28 +365,28 @@ class LeaseMessage(Message, frozen=True, kw_only=True):
     kind = "lease"
     sender = "host"
     frames = Frames(most=1, holds="with local data the samples' indices, little-endian int64")
-    lease: Count
+    lease: Natural
     """Number of the lease."""
-    step: Count
+    step: Natural
     """The step whose weights are used."""
     sizes: Sizes
     """Samples in each micro-batch."""
-    quota: Count = 0
+    quota: Natural = 0
     """How many of these samples the host expects back."""
     within_s: HostSeconds = 0.0
-    """When the host is done if that many are delivered."""
+    """When the host will be done if that many are delivered."""
     host_sample_s: HostSeconds = 0.0
-    """What each sample less costs the host."""
+    """Seconds that each missing sample costs the host."""
     transfer_s: HostSeconds = 0.0
-    """What the coded change or gradient takes on the guest's link, each way."""
+    """Seconds that the coded change or gradient takes on the guest's link, each way."""
     tail_s: HostSeconds = 0.0
     """Measured time from the last backward to the arrival."""
     codec: Name = ""
-    """How its gradient is to be coded; empty: with `codec` of `welcome`."""
-    ahead: Annotated[tuple[Count, ...], Meta(max_length=MOST_SIZES)] = ()
-    """For each micro-batch the number under which it was sent ahead; 0, or no number: it comes as `samples`. What
-    was sent ahead for this step or an earlier one and has no number here is dropped."""
-    epoch: Count | None = None
+    """Codec of its gradient; empty: `codec` of `welcome`."""
+    ahead: Annotated[tuple[Natural, ...], Meta(max_length=MOST_SIZES)] = ()
+    """For each micro-batch the number under which it was sent ahead; 0, or no number: it comes as `samples`.
+    Micro-batches sent ahead for this or an earlier step without a number here are dropped."""
+    epoch: Natural | None = None
     """The epoch of the step, from 0."""
 
     def unfit(self, frames: Sequence[bytes | memoryview]) -> str:
@@ -392,15 +402,15 @@ class SamplesMessage(Message, frozen=True, kw_only=True):
     frames = Frames(most=64, holds="the batch's tensors")
     lease: Whole
     """Number of the lease; negative: the number of a check."""
-    batch: Count
+    batch: Natural
     """Number of the micro-batch in it."""
     tree: Any
     """Describes the batch."""
 
 
 class AheadMessage(Message, frozen=True, kw_only=True):
-    """A part of a micro-batch that the guest will probably be lent in the next step. It is not lent yet: a lease
-    names it, or it is dropped."""
+    """A part of a micro-batch that the guest will probably compute in the next step. It is not leased yet: a later
+    lease names it, or it is dropped."""
 
     kind = "ahead"
     sender = "host"
@@ -408,7 +418,7 @@ class AheadMessage(Message, frozen=True, kw_only=True):
     frames = Frames(least=1, most=1, holds="the next bytes of the batch's tensors")
     batch: Positive
     """Number of the micro-batch, counted over the whole run."""
-    step: Count
+    step: Natural
     """The step that it belongs to."""
     bytes: Positive
     """Bytes of all its parts."""
@@ -417,13 +427,13 @@ class AheadMessage(Message, frozen=True, kw_only=True):
 
 
 class ClosingMessage(Message, frozen=True, kw_only=True):
-    """Its last micro-batch starts: it will deliver the first `keep` samples in about `eta_s` and gives the rest
-    back."""
+    """Its last micro-batch starts: it will deliver the first `keep` samples in about `eta_s` and returns the
+    rest."""
 
     kind = "closing"
-    lease: Count
+    lease: Natural
     """Number of the lease."""
-    keep: Count
+    keep: Natural
     """Samples that it will deliver."""
     eta_s: Seconds
     """Until the contribution arrives."""
@@ -435,9 +445,9 @@ class GradMessage(Message, frozen=True, kw_only=True):
     kind = "grad"
     channel = DATA
     frames = Frames(least=1, most=1, holds="coded with the lease's `codec`")
-    lease: Count
+    lease: Natural
     """Number of the lease."""
-    piece: Count
+    piece: Natural
     """Number of the piece."""
 
 
@@ -446,23 +456,23 @@ class DoneMessage(Message, frozen=True, kw_only=True):
 
     kind = "done"
     channel = DATA
-    lease: Count
+    lease: Natural
     """Number of the lease."""
-    count: Count
+    count: Natural
     """Samples in the sum."""
     loss_sum: LossSum
     """Their summed loss; 0 if it is not finite."""
     items: Items | None = None
-    """What `backward(loss, items=…)` counted in them; null where samples count."""
+    """Items that `backward(loss, items=…)` counted in them; null if samples are counted."""
     compute_s: Seconds
     """Time to compute them."""
     finite: bool
     """Whether loss and gradient are finite."""
     receive_s: Seconds
     """Time that the changes of this step took to arrive; 0: unknown."""
-    micro_batch: Count
+    micro_batch: Natural
     """As in `ready`."""
-    largest_micro_batch: Count
+    largest_micro_batch: Natural
     """As in `ready`."""
 
     def __post_init__(self) -> None:
@@ -484,7 +494,7 @@ class StoppedMessage(Message, frozen=True, kw_only=True):
     kind = "stopped"
     lease: Whole
     """Number of the lease; negative: the number of a check."""
-    computed: Count
+    computed: Natural
     """Samples that it had computed."""
     compute_s: Seconds
     """Time to compute them."""
@@ -512,7 +522,7 @@ class HashMessage(Message, frozen=True, kw_only=True):
     kind = "hash"
     sender = "host"
     channel = DATA
-    version: Count
+    version: Natural
     """The version to hash."""
 
 
@@ -525,7 +535,7 @@ class HashedMessage(Message, frozen=True, kw_only=True):
         most=1,
         holds="for each piece the blake2b-64 of its values as float32; empty if it does not hold that version",
     )
-    version: Count
+    version: Natural
     """The version that was hashed."""
 
 
@@ -535,7 +545,7 @@ class ResyncMessage(Message, frozen=True, kw_only=True):
     kind = "resync"
     sender = "host"
     channel = DATA
-    version: Count
+    version: Natural
     """The version that differed."""
 
 
@@ -553,10 +563,10 @@ class TakenMessage(Message, frozen=True, kw_only=True):
     """It has read this many payload bytes from the data connection: credit for more."""
 
     kind = "taken"
-    bytes: Count
+    bytes: Natural
     """Bytes of all frames of the message that it has read."""
     ahead: bool = False
-    """They were sent ahead."""
+    """Whether they were sent ahead."""
 
 
 class LeaveMessage(Message, frozen=True, kw_only=True):
@@ -566,7 +576,7 @@ class LeaveMessage(Message, frozen=True, kw_only=True):
     reason: Goodbye = ""
     """Why."""
     failed: bool = False
-    """Its script failed."""
+    """Whether its script failed."""
 
     def __post_init__(self) -> None:
         _clean(self)
@@ -599,7 +609,7 @@ class UnknownMessage(Message, frozen=True, kw_only=True):
     python: Name = ""
     """Version of Python."""
     probe: bool = False
-    """It is a listening `potluck probe`, not a host."""
+    """Whether it is a listening `potluck probe`, not a host."""
 
     def __post_init__(self) -> None:
         _clean(self)

@@ -1,13 +1,13 @@
 """What a strategy did on a rig, step by step: the raw data of tables and plots.
 
-All times are seconds of one box's monotonic clock, which every emulated machine shares.
+All times are seconds of one computer's monotonic clock, which every emulated machine shares.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from potluck.checked import Natural
+from potluck.bounds import Finite, Natural
 
 
 class StepDone(Struct, frozen=True, kw_only=True):
@@ -27,10 +27,10 @@ class StepDone(Struct, frozen=True, kw_only=True):
 class TracedInterval(Struct, frozen=True, kw_only=True):
     """A line of the file that POTLUCK_TRACE names: a process computed."""
 
-    start: float
-    end: float
+    start: Finite
+    end: Finite
     samples: Natural
-    """0 where the micro-batch waited for the network then and went on later."""
+    """0 if the micro-batch then waited for the network and continued later."""
 
 
 class Interval(Struct, frozen=True, kw_only=True):
@@ -49,7 +49,7 @@ class FaultDone(Struct, frozen=True, kw_only=True):
     machine: str
     kind: str
     step: int
-    """The step that was under way."""
+    """The step in which it happened."""
     start: float
     end: float
     """The same as `start` for a momentary fault."""
@@ -65,7 +65,7 @@ class Incident(Struct, frozen=True, kw_only=True):
     """guest_joined, guest_lost, guest_left, guest_refused or lease_taken_back."""
     at: float
     step: int
-    """The step that was under way."""
+    """The step in which it happened."""
     samples: int = 0
     """Samples that were taken back."""
 

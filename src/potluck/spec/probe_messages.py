@@ -1,7 +1,7 @@
-"""The messages between a listening `potluck probe` or `potluck doctor` and the one that visits it.
+"""The messages between a listening `potluck probe` or `potluck doctor` and the one that connects to it.
 
-PURE. They travel as those of a run do (`messages.py`) and are checked in the same place. A question has an `id`;
-its answer has the same one.
+PURE. They are sent and checked like those of a run (`messages.py`). A question has an `id`; its answer has the same
+one.
 
     probe.hello   who I am                                -> probe.hello, and this machine's speed as JSON
     probe.echo    a small message                         -> probe.echo
@@ -27,8 +27,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from potluck.bounds import Natural, Short, Whole
 from potluck.spec.facts import Reach
-from potluck.spec.messages import Count, Frames, HelloMessage, Message, RefuseMessage, Short, UnknownMessage, Whole
+from potluck.spec.messages import Frames, HelloMessage, Message, RefuseMessage, UnknownMessage
 
 MOST_FLOW_S = 60.0
 MOST_ASKED = 1 << 20
@@ -41,10 +42,10 @@ Measure = Annotated[float, Meta(ge=0.0, lt=MOST_NUMBER)]
 
 
 class Question(Message, frozen=True, kw_only=True):
-    """Base of what is asked and answered."""
+    """Base of questions and answers."""
 
     id: Whole = 0
-    """Number of the question, chosen by who asks."""
+    """Number of the question, chosen by the side that asks."""
 
 
 # -- the probe ----------------------------------------------------------------------------------------------
@@ -89,8 +90,8 @@ class ProbePiece(Message, frozen=True, kw_only=True):
 class ProbeTook(Message, frozen=True, kw_only=True):
     kind = "probe.took"
     flow: Whole
-    bytes: Count
-    """What has arrived of the flow so far."""
+    bytes: Natural
+    """The part of the flow that has arrived so far."""
 
 
 class ProbeEnd(Question, frozen=True, kw_only=True):
@@ -101,7 +102,7 @@ class ProbeEnd(Question, frozen=True, kw_only=True):
 
 class ProbeResult(Question, frozen=True, kw_only=True):
     kind = "probe.result"
-    sent: Count = 0
+    sent: Natural = 0
     bytes_per_s: Measure | None = None
     variation: Measure | None = None
 
@@ -112,7 +113,7 @@ class ProbeBare(Question, frozen=True, kw_only=True):
     send: bool = False
     seconds: Flowing
     address: Short = ""
-    """Where the visitor reaches this machine."""
+    """The address at which the visitor reaches this machine."""
 
 
 class ProbeBareResult(Question, frozen=True, kw_only=True):
@@ -151,7 +152,7 @@ class ProbeBye(Question, frozen=True, kw_only=True):
 
 
 class DoctorHello(Question, frozen=True, kw_only=True):
-    """From both sides."""
+    """Sent by both sides."""
 
     kind = "doctor.hello"
     name: Short = "?"

@@ -5,12 +5,11 @@ None means not measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from potluck.spec.collectives import CollectiveRow
+from potluck.bounds import Finite, Many, Named, Natural, Text
+from potluck.spec.collective_rows import CollectiveRow
 from potluck.spec.measured import Measured
 
 FORMAT = 1
@@ -19,55 +18,55 @@ FORMAT = 1
 class DeviceSpeed(Struct, frozen=True, kw_only=True):
     """The device of one machine and its speed."""
 
-    name: str
+    name: Text
     """Name of the machine."""
-    device: str = ""
-    reason: str = ""
+    device: Text = ""
+    reason: Text = ""
     """Why this device was chosen."""
-    training: str = ""
+    training: Text = ""
     """Description of what was trained: gpt depth 2, sequence 128, fp32."""
-    model: str = ""
+    model: Text = ""
     """Name of that model as in `potluck plan --model`; empty if plan has no such model."""
-    sequence: int | None = None
-    parameters: int | None = None
-    samples_per_s: float | None = None
+    sequence: Natural | None = None
+    parameters: Natural | None = None
+    samples_per_s: Finite | None = None
     """Samples per second of forward and backward, at the fastest micro-batch."""
-    samples_variation: float | None = None
+    samples_variation: Finite | None = None
     """Standard deviation ÷ mean over all measurements at that size."""
-    flops_per_s: float | None = None
+    flops_per_s: Finite | None = None
     """`samples_per_s` in effective FLOP/s."""
-    micro_batch: int | None = None
-    largest_micro_batch: int | None = None
+    micro_batch: Natural | None = None
+    largest_micro_batch: Natural | None = None
     """Estimated from `saved_bytes_per_sample` and the free memory, not tried."""
-    saved_bytes_per_sample: float | None = None
+    saved_bytes_per_sample: Finite | None = None
     """Memory that autograd keeps for the backward of a sample."""
-    memory_bytes: int | None = None
-    memory_free_bytes: int | None = None
-    matmul_flops_per_s: Mapping[str, float] = {}
+    memory_bytes: Natural | None = None
+    memory_free_bytes: Natural | None = None
+    matmul_flops_per_s: Named[Finite] = {}
     """Products of large square matrices, by number format; an unsupported format is missing."""
-    memory_bytes_per_s: float | None = None
+    memory_bytes_per_s: Finite | None = None
     """Bytes read and written per second by one large copy within the device's memory."""
-    to_device_bytes_per_s: float | None = None
-    from_device_bytes_per_s: float | None = None
-    note: str = ""
+    to_device_bytes_per_s: Finite | None = None
+    from_device_bytes_per_s: Finite | None = None
+    note: Text = ""
     """Why these figures are not reliable, if that is known."""
 
 
 class RoundTrips(Struct, frozen=True, kw_only=True):
     """Round-trip times of small messages, or of opening a TCP connection."""
 
-    count: int
-    p50_s: float
-    p99_s: float
-    jitter_s: float
+    count: Natural
+    p50_s: Finite
+    p99_s: Finite
+    jitter_s: Finite
     """Mean difference between consecutive round trips."""
 
 
 class Rate(Struct, frozen=True, kw_only=True):
     """Payload rate, measured at the receiver."""
 
-    bytes_per_s: float
-    variation: float | None = None
+    bytes_per_s: Finite
+    variation: Finite | None = None
     """Standard deviation ÷ mean over tenths of a second."""
 
 
@@ -84,9 +83,9 @@ class Way(Struct, frozen=True, kw_only=True):
 class ProbedPath(Struct, frozen=True, kw_only=True):
     """From an address of this machine to one of the other's."""
 
-    address: str
-    source: str = ""
-    interface: str = ""
+    address: Text
+    source: Text = ""
+    interface: Text = ""
     used: bool = False
     """Whether a run would use this one."""
     idle: RoundTrips | None = None
@@ -98,7 +97,7 @@ class ProbedPath(Struct, frozen=True, kw_only=True):
     both_out: Way = Way()
     """From this machine to the other, while the other sends as fast as it can."""
     both_back: Way = Way()
-    notes: tuple[str, ...] = ()
+    notes: Many[Text] = ()
     """What could not be measured, and why."""
 
     @property
@@ -113,15 +112,15 @@ class Probed(Struct, frozen=True, kw_only=True):
 
     here: DeviceSpeed
     there: DeviceSpeed | None = None
-    paths: tuple[ProbedPath, ...] = ()
+    paths: Many[ProbedPath] = ()
     """The used one first."""
-    collectives: tuple[CollectiveRow, ...] = ()
+    collectives: Many[CollectiveRow] = ()
     """Rows of the group in which this probe was a rank."""
-    link_kind: str = ""
+    link_kind: Text = ""
     """Kind of the slowest link between the ranks: memory or tcp."""
-    measured: tuple[Measured, ...] = ()
+    measured: Many[Measured] = ()
     """The machines as a plan reads them; made from the fields above."""
-    format: int = FORMAT
+    format: Natural = FORMAT
 
     def __post_init__(self) -> None:
         sides = [side for side in (self.here, self.there) if side is not None]

@@ -16,7 +16,8 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from potluck import checked
-from potluck.checked import Natural, Positive, nearest
+from potluck.bounds import Many, Positive, Seed, Text, Whole
+from potluck.checked import nearest
 from potluck.errors import ConfigError
 
 HOST: Literal["host"] = "host"
@@ -40,14 +41,14 @@ class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sequence: Positive | None = None
     """gpt: bytes per sample. The recipe's default (128) if not given."""
     enlarge: Annotated[int, Meta(ge=1, le=256)] | None = None
-    """cnn: every pixel becomes so many in both directions, which makes samples large: 49 gives 154 kB."""
+    """cnn: repeat every pixel this many times in both directions, to make samples large: 49 gives 154 kB."""
     global_batch: Positive = 32
     """Samples per step, over all machines."""
     steps: Positive = 12
     """Steps that every strategy trains."""
-    seed: Natural = 1
+    seed: Seed = 1
     """Random seed for the weights and the sample order."""
-    codec: str = "auto"
+    codec: Text = "auto"
     """Compression that potluck uses for weight changes and gradients."""
 
     def __post_init__(self) -> None:
@@ -70,16 +71,16 @@ class SpeedChange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One machine of the fleet."""
 
-    name: str
+    name: Text
     """Name of the machine in tables and plots."""
     role: Literal["host", "guest"] = GUEST
     """Exactly one machine is the host."""
     seconds_per_sample: SecondsPerSample | None = None
-    """The emulated speed; if not given, the speed of this box's CPU."""
+    """The emulated speed; if not given, the speed of this computer's CPU."""
     link_mbit: Mbit | None = None
     """Rate of the machine's own link in Mbit/s, in each direction; unshaped if not given."""
     link_up_mbit: Mbit | None = None
-    """Rate of what the machine sends, where that differs from `link_mbit`, as in most homes."""
+    """Rate at which the machine sends, if it differs from `link_mbit`, as in most homes."""
     latency_ms: Annotated[float, Meta(ge=0, le=60_000)] = 0.0
     """One-way delay added to what the machine sends and receives (where the kernel has netem, and on loopback)."""
     cpu_limit: Annotated[float, Meta(ge=0.01, le=1024)] | None = None
@@ -88,11 +89,11 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Samples computed at once; found by measuring if not given."""
     join_at_step: StepNumber = 1
     """The step at which a guest is started, counted from 1."""
-    leave_at_step: int | None = None
+    leave_at_step: Whole | None = None
     """The step at whose beginning a guest's process is killed."""
-    return_at_step: int | None = None
+    return_at_step: Whole | None = None
     """The step at which a guest that left is started again."""
-    speed_changes: tuple[SpeedChange, ...] = ()
+    speed_changes: Many[SpeedChange] = ()
     """Changes of its speed, such as { at_step = 9, seconds_per_sample = 0.3 }."""
 
     def __post_init__(self) -> None:
@@ -150,10 +151,10 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Rig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"machines": "machine"}):
     """A fleet and its workload."""
 
-    name: str = ""
-    about: str = ""
+    name: Text = ""
+    about: Text = ""
     workload: Workload = Workload()
-    machines: tuple[Machine, ...] = ()
+    machines: Many[Machine] = ()
 
     def __post_init__(self) -> None:
         if not self.name.strip() or not self.name.isprintable():

@@ -1,4 +1,4 @@
-"""Guests of a sweep: each idle machine joins the trial that it is told to, and leaves it when told otherwise."""
+"""Guests of a sweep: each idle machine joins its assigned trial, and leaves it when the assignment changes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from potluck.fleet.interface import GuestFleet, GuestSettings
 
 LOOK_S = 0.2
 AGAIN_S = 5.0
-"""After a guest that could not be started or failed."""
+"""Pause after a guest could not be started or failed."""
 
 
 class Helpers:
-    """One thread for each machine that has ever helped, which starts and ends its guest."""
+    """One thread for each machine that has helped, which starts and ends its guest."""
 
     def __init__(self, fleet: GuestFleet, logs: Path, tell: Callable[[str], None]) -> None:
         self._fleet, self._logs, self._tell = fleet, logs, tell
@@ -28,7 +28,7 @@ class Helpers:
         """The trial of each machine whose guest runs."""
 
     def assign(self, wanted: Mapping[str, str], tokens: Mapping[str, str]) -> None:
-        """Have each machine help this trial; those that are not named go back."""
+        """Let each machine help its trial; machines that are not named stop helping."""
         with self._news:
             self._wanted, self._tokens = dict(wanted), dict(tokens)
             for machine in wanted:
@@ -63,7 +63,8 @@ class Helpers:
                     self._news.wait_for(lambda: self._over, AGAIN_S)
 
     def _help(self, machine: str, trial: str, token: str) -> bool:
-        """Be a guest of the trial until it ends or the machine is wanted elsewhere; False if that failed."""
+        """Run a guest of the trial until it ends or the machine is needed elsewhere. Returns False if that
+        failed."""
         try:
             guest = self._fleet.start(
                 machine, token, GuestSettings(name=machine), self._logs / f"guest-{machine}.log"

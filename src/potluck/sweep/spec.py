@@ -1,4 +1,4 @@
-"""What a sweep consists of: parameters, trials, and what is known of each."""
+"""The data of a sweep: parameters, trials, and the state of each trial."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from potluck.bounds import LONGEST, Finite, Many, Named, Natural, Text, Whole
 from potluck.errors import ConfigError
 from potluck.fleet.script import Script
 
@@ -34,52 +36,55 @@ _MORE_OPTIONS = re.compile(
     r"|\bparents=|\badd_argument\(\s*[^\"'\s]"
     r"|\b\w+\(\s*(?:arg_?)?parser\b"
 )
-"""Signs of options that the text of a script does not spell: a parser made of dataclasses, or filled elsewhere."""
+"""Signs of options that are not in a script's text: a parser made of dataclasses, or filled elsewhere."""
+
+MOST_STARTS = 10
+"""A trial that was lost this many times has failed."""
 
 
 class Trial(Struct, frozen=True, kw_only=True):
     """One training with its own parameters."""
 
-    id: str
-    parameters: dict[str, Value]
-    """What the words spell: for the JSON option, sorting and plotting."""
-    given: dict[str, str] = {}
-    """The words as the user wrote them, which the script gets; one that lacks is made from the value."""
+    id: Text
+    parameters: Named[Value]
+    """The values of the words, for the JSON option, sorting and plotting."""
+    given: Named[Text] = {}
+    """The words as the user wrote them, which the script gets; a missing one is made from the value."""
 
     @classmethod
     def of(cls, id: str, parameters: Mapping[str, Value]) -> Trial:
-        """A trial of words as a user writes them; values that are no words stay as they are."""
+        """A trial from a user's words; values that are not text are kept."""
         given = {name: value for name, value in parameters.items() if isinstance(value, str)}
         return cls(id=id, parameters=dict(parameters) | {n: value_of(w) for n, w in given.items()}, given=given)
 
 
 class CheckpointOrigin(Struct, frozen=True, kw_only=True):
-    """What a checkpoint in the storage was made by. Stored beside the checkpoint as `trial.json`."""
+    """The origin of a checkpoint in the storage, stored next to it as `trial.json`."""
 
-    sweep: str
-    arguments: tuple[str, ...]
+    sweep: Text
+    arguments: Many[Text]
     """The script's arguments, the parameters among them."""
 
 
 class SweepWork(Struct, frozen=True, kw_only=True):
-    """What all trials of a sweep have in common. It is sent to every machine."""
+    """The common settings of all trials of a sweep, sent to every machine."""
 
-    names: tuple[str, ...]
+    names: Many[Text]
     """Files of the script; the first is the script itself."""
-    contents: tuple[bytes, ...]
-    arguments: tuple[str, ...] = ()
+    contents: Many[bytes]
+    arguments: Many[Text] = ()
     """Arguments that all trials get."""
-    json_option: str | None = None
+    json_option: Text | None = None
     """Give the parameters as one JSON object, as the value of this option; None: each as its own option."""
-    checkpoint_every: int = 50
-    storage: str
+    checkpoint_every: Natural = 50
+    storage: Text
     """Folder for checkpoints that all machines reach."""
     public: bytes
-    """Key of the driver's, for which a trial seals its token."""
+    """The driver's public key, with which a trial encrypts its token."""
 
     @property
     def id(self) -> str:
-        """Another one for each sweep: every driver makes its own key."""
+        """Identifier of the sweep, unique because every driver makes its own key."""
         return hashlib.sha256(self.public).hexdigest()[:32]
 
     def origin(self, trial: Trial) -> CheckpointOrigin:
@@ -100,51 +105,51 @@ class SweepWork(Struct, frozen=True, kw_only=True):
 
 
 class TrialNews(Struct, frozen=True, kw_only=True):
-    """What a trial's machine tells of it."""
+    """A trial's report from its machine."""
 
-    step: int = 0
-    steps: int | None = None
-    metrics: dict[str, float | None] = {}
+    step: Natural = 0
+    steps: Natural | None = None
+    metrics: Named[Finite | None] = {}
     """The last value of each: `loss`, and what the script gave to `run.log`. None if that is not finite."""
-    remaining_s: float | None = None
-    """Until its end, at its present speed; None before the first step."""
-    checkpoint: int | None = None
+    remaining_s: Finite | None = None
+    """Seconds until its end, at its present speed; None before the first step."""
+    checkpoint: Natural | None = None
     """Step of the last checkpoint in the storage."""
-    resumed_from: int | None = None
-    guests: tuple[str, ...] = ()
-    """Names of those that have computed for it."""
-    token: bytes = b""
-    """Sealed for the driver."""
-    status: int | None = None
-    why: str = ""
+    resumed_from: Natural | None = None
+    guests: Many[Text] = ()
+    """Names of the machines that have computed for it."""
+    token: Annotated[bytes, Meta(max_length=LONGEST)] = b""
+    """The token, encrypted for the driver."""
+    status: Whole | None = None
+    why: Text = ""
 
 
 class TrialResult(Struct, frozen=True, kw_only=True):
     """How a trial ended. Each is reported once."""
 
-    trial: str
-    parameters: dict[str, Value]
-    given: dict[str, str] = {}
+    trial: Text
+    parameters: Named[Value]
+    given: Named[Text] = {}
     """As in `Trial`."""
-    metrics: dict[str, float | None]
+    metrics: Named[Finite | None]
     """As in `TrialNews`."""
-    steps: int
-    seconds: float
+    steps: Natural
+    seconds: Finite
     """From the trial's first start to its end."""
-    machines: tuple[str, ...]
-    """That hosted it, in this order; more than one if a machine was lost."""
-    guests: tuple[str, ...] = ()
-    """That helped."""
-    checkpoint: str = ""
+    machines: Many[Text]
+    """Machines that hosted it, in this order; more than one if a machine was lost."""
+    guests: Many[Text] = ()
+    """Machines that helped."""
+    checkpoint: Text = ""
     """Folder in the storage with its last checkpoint; `potluck host SCRIPT --resume` takes a copy of it."""
-    files: str = ""
+    files: Text = ""
     """Folder in the storage with the files that its script wrote to its working folder; empty if there are none."""
-    error: str = ""
+    error: Text = ""
     """Why it failed; empty if it did not."""
 
 
 def parse_parameters(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Names and values, each as it was written, of `lr=1e-4,3e-4` words; ConfigError says what is wrong."""
+    """Names and values, each as it was written, from `lr=1e-4,3e-4` words. Raises ConfigError."""
     found: dict[str, tuple[str, ...]] = {}
     for word in words:
         name, equals, values = word.partition("=")
@@ -159,7 +164,7 @@ def parse_parameters(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def value_of(word: str) -> Value:
-    """The word as the number or truth value that it spells, else as it is: `007` and `1_000` may be names."""
+    """The word as a number or truth value, else unchanged: `007` and `1_000` may be names."""
     if word in ("true", "false"):
         return word == "true"
     if not _NUMBER.fullmatch(word):
@@ -208,14 +213,14 @@ def _source(contents: Sequence[bytes]) -> str:
 def check_options(script: Script, names: Sequence[str], warn: Callable[[str], None]) -> None:
     """Refuse a parameter that a script with options does not have, before anything starts.
 
-    Only warn where the script may have options that its text does not spell.
+    Only warn if the script may have options that are not in its text.
     """
     source = _source(script.contents)
     known = {name for names in _OPTION.findall(source) for name in names if name}
     for name in names if known else ():
         if name not in known and name.replace("_", "-") not in known:
             if _MORE_OPTIONS.search(source) or not _PARSER.search(source):
-                warn(f"warning: {script.names[0]} does not spell an option --{name}; its trials will tell")
+                warn(f"warning: {script.names[0]} does not spell an option --{name}; its first trial will show it")
                 continue
             near = get_close_matches(name, known, 1)
             has = ", ".join(f"--{option}" for option in sorted(known)[:12])
@@ -240,6 +245,10 @@ def best_of(results: Sequence[TrialResult], metric: str, mode: str) -> TrialResu
         )
     finite = [result for result in having if result.metrics[metric] is not None]
     return min(finite, key=lambda result: rank(result, metric, mode), default=None)
+
+
+def ranked(results: Sequence[TrialResult], metric: str, mode: str) -> list[TrialResult]:
+    return sorted(results, key=lambda result: rank(result, metric, mode))
 
 
 def rank(result: TrialResult, metric: str, mode: str) -> tuple[bool, bool, bool, float, str]:

@@ -33,10 +33,10 @@ GREET_S = 60.0
 SPARE_S = 15.0
 """A trial with less left than this has the process of the next one started."""
 SPARE_LIVES_S = 5.0
-"""What it lives longer than that trial, if no other begins."""
+"""How long it outlives that trial if no other trial begins."""
 _AGAIN = "potluck host {script} --resume {run}"
 _HANDED = ("manifest.json", "events.jsonl")
-"""What is handed over beside the checkpoint. Not the keys: a trial that moves has new ones."""
+"""Files that are copied with the checkpoint, without the keys: a trial that moves gets new ones."""
 
 
 _ORIGIN = "trial.json"
@@ -45,7 +45,7 @@ _ORIGIN = "trial.json"
 def handed_over(storage: Path, origin: CheckpointOrigin | None = None) -> Path | None:
     """The newest checkpoint of a trial in the storage, with what is needed to resume from it.
 
-    With `origin`, checkpoints of another sweep or of other arguments are left alone: the trial starts again.
+    With `origin`, checkpoints of another sweep or of other arguments are ignored, and the trial starts again.
     """
     found = [path for path in storage.glob("step-*") if (path / "manifest.json").exists()]
     if origin is not None:
@@ -61,7 +61,8 @@ def _origin_of(checkpoint: Path) -> CheckpointOrigin | None:
 
 
 def hand_over(run: Path, step: int, storage: Path, origin: CheckpointOrigin) -> Path | None:
-    """Copy a run's checkpoint to the storage, whole or not at all; None if it has been removed meanwhile."""
+    """Copy a run's checkpoint to the storage, completely or not at all. Returns None if it was removed in the
+    meantime."""
     name = f"step-{step:08d}"
     to, part = storage / name, storage / f".{name}-{os.getpid()}"
     storage.mkdir(parents=True, exist_ok=True)
@@ -82,7 +83,7 @@ def hand_over(run: Path, step: int, storage: Path, origin: CheckpointOrigin) -> 
 
 
 def kept_files(storage: Path) -> Path:
-    """Where the files that a trial's script wrote are kept."""
+    """The folder for files that a trial's script wrote."""
     return storage / "files"
 
 
@@ -97,7 +98,7 @@ def keep_files(folder: Path, sent: Collection[str], storage: Path) -> None:
 
 
 class SpareProcess:
-    """A process that has imported torch, or is about to, and waits for the words of its command."""
+    """A process that imports torch and then waits for its command's arguments."""
 
     def __init__(self, name: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="potluck-trial-"))
@@ -108,7 +109,7 @@ class SpareProcess:
             self.close()
             raise MachineError(f"{name}: no process can be started: {self.link.said}")
         self.task = self.link.run(
-            [sys.executable, "-m", "potluck.cli._warm", "host"],
+            [sys.executable, "-m", "potluck.sweep.warm", "host"],
             self.folder / "log",
             cwd=str(self.script),
             env=variables_here(),
@@ -132,7 +133,7 @@ class Spares:
         self._spare: SpareProcess | None = None
         self._thread: threading.Thread | None = None
         self._until = 0.0
-        """When it ends, by the monotonic clock."""
+        """The time at which it ends, by the monotonic clock."""
 
     def start(self, name: str) -> None:
         """Start one in a thread, unless there is one."""
@@ -155,7 +156,7 @@ class Spares:
             left.close()
 
     def take(self) -> SpareProcess | None:
-        """The spare process, if it is there and lives."""
+        """The spare process, if it exists and is alive."""
         with self._lock:
             spare, self._spare = self._spare, None
         if spare is not None and spare.task.wait(0.0) is not None:
@@ -170,11 +171,11 @@ class Spares:
 
 
 spares = Spares()
-"""Of this process, in which one trial runs after the other."""
+"""The spare process of this process, in which one trial runs after the other."""
 
 
 class TrialProcess:
-    """A trial that is hosted here, from its start to its end."""
+    """A trial that this machine hosts, from its start to its end."""
 
     def __init__(
         self,
@@ -186,7 +187,7 @@ class TrialProcess:
         bind: str | None = None,
         threads: int | None = None,
     ) -> None:
-        """`name`: of this machine. `start_from`: what `hand_over` has made, to resume from."""
+        """`name`: this machine's name. `start_from`: a result of `hand_over` to resume from."""
         self._work, self._name, self._origin = work, name, work.origin(trial)
         self._process = spares.take() or SpareProcess(name)
         self._task, script, runs = self._process.task, self._process.script, self._process.runs
@@ -216,8 +217,7 @@ class TrialProcess:
     def news(self) -> TrialNews:
         """The state of the trial now.
 
-        Raises:
-            MachineError: its process was lost, so that nobody knows how it ended. It can be started again.
+        Raises: MachineError: its process was lost, so its end is unknown. It can be started again.
         """
         ended = self._task.wait(0.0)
         if ended is not None and ended.status is None:
@@ -231,7 +231,7 @@ class TrialProcess:
         return self._news
 
     def checkpoint_to(self, storage: Path) -> Path | None:
-        """Hand over the last checkpoint if that is a new one; returns its folder."""
+        """Copy the last checkpoint to the storage if it is a new one. Returns its folder."""
         step = self._saved
         if self.run is None or not step or step == self._news.checkpoint:
             return None
@@ -241,7 +241,7 @@ class TrialProcess:
         return handed
 
     def keep_files(self, storage: Path) -> None:
-        """Copy what the script wrote to its working folder to the storage; nothing where it wrote nothing."""
+        """Copy the files that the script wrote to its working folder to the storage, if any."""
         keep_files(self._process.script, self._work.names, storage)
 
     def close(self) -> None:
@@ -250,7 +250,7 @@ class TrialProcess:
         spares.soon_unwanted()
 
     def prepare_next(self) -> None:
-        """Have the next trial's process started if this one is nearly done."""
+        """Start the next trial's process if this trial is nearly done."""
         if self._news.remaining_s is not None and self._news.remaining_s < SPARE_S:
             spares.start(self._name)
 

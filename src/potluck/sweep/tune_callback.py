@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.tune import Callback
 
-from potluck.sweep.tune import TrialWatch, watches
+from potluck.sweep.ray_trials import TrialWatch, watches
 
 
 class IdleMachinesHelp(Callback):  # type: ignore[misc]

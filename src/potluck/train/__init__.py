@@ -1,1 +1,1 @@
-"""The training loop and what surrounds it: steps, data, checkpoints, recipes. It knows no command line."""
+"""The training loop and its parts: steps, data, checkpoints, recipes. Usable without the command line."""

@@ -1,6 +1,7 @@
-"""Steps whose update was not made because the gradient was not finite: whose fault each was, and when it is enough.
+"""Counts steps that were not applied because the gradient was not finite, names the cause, and ends the run after
+too many.
 
-Owns the count and the words. It knows no tensor: norms and losses come in as numbers.
+Owns the count and the messages. Norms and losses come in as numbers.
 """
 
 from __future__ import annotations
@@ -14,39 +15,40 @@ from potluck.spec.events import StepNotApplied
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
-    """What is known of a step's gradient when its update is over."""
+    """The facts about a step's gradient after its update."""
 
     step: int
     """From 1."""
     norm: float
-    """Of the whole gradient, before clipping."""
+    """Norm of the whole gradient, before clipping."""
     own_norm: float | None
-    """Of the host's own part; None where there was no other."""
+    """Norm of the host's own part; None if there was no other part."""
     own_loss: float
     machines: Sequence[str]
-    """Who contributed."""
+    """The machines that contributed."""
     bad_ranks: Sequence[int] = ()
-    """The host's ranks whose part was not finite; rank 0's has the guests' in it."""
+    """The host's ranks whose part was not finite; rank 0's includes the guests' contributions."""
     count: float = 1.0
-    """The samples or items that the gradient is the mean of."""
+    """Number of samples or items that the gradient is the mean of."""
 
 
 def how_to_go_on(saved: int | None, resume: str | None, *, by_trainer: bool) -> str:
-    """After too many of them. `saved`: the step of the last checkpoint; `resume`: how to resume, in words."""
+    """The error after too many of them. `saved`: the step of the last checkpoint; `resume`: the command that
+    resumes."""
     if by_trainer:
-        return "go on from one of the trainer's own checkpoints, with a smaller learning rate"
+        return "resume from one of the trainer's own checkpoints, with a smaller learning rate"
     if resume is None:
         return "a script started with plain python keeps no checkpoints, one started by potluck host does"
     if saved is None:
         return "nothing was saved yet: start it again, with a smaller learning rate or with clip_norm"
-    return f"go on from the last good checkpoint, of step {saved}: {resume}"
+    return f"resume from the last good checkpoint, of step {saved}: {resume}"
 
 
 class BadSteps:
     """Counts them in one run of the host."""
 
     def __init__(self, host: str, *, most: int) -> None:
-        """`most` in a row end the run; 0: any number may come."""
+        """`most` in a row end the run; 0: no number does."""
         self._host, self._most = host, most
         self.in_a_row = 0
         self.all = 0
@@ -56,7 +58,7 @@ class BadSteps:
         self.in_a_row = 0
 
     def bad(self, facts: StepFacts) -> StepNotApplied:
-        """Count a step whose update was not made; the event that tells of it."""
+        """Count a step that was not applied. Returns its event."""
         self.in_a_row += 1
         self.all += 1
         machine, reason = self._cause(facts)
@@ -74,7 +76,7 @@ class BadSteps:
         return f"{steps} not applied, the last because {self._last}"
 
     def _cause(self, facts: StepFacts) -> tuple[str | None, str]:
-        """The machine whose part it was, None where it was no single one's; and what was the matter."""
+        """The machine that caused it (None if no single one did), and the cause."""
         if not facts.count:
             return None, "there was nothing to take the mean of: items=0 for every batch of the step"
         own = facts.norm if facts.own_norm is None else facts.own_norm

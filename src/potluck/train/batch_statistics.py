@@ -1,9 +1,9 @@
-"""Layers that normalise over the batch (BatchNorm): which a model has, how few samples they bear, what is told.
+"""Layers that normalise over the batch (BatchNorm): finds a model's, their smallest micro-batch, and reports them.
 
-Owns the rule and the event. `balance/leases.py` deals the samples by it.
+Owns the rule and the event. `balance/leases.py` divides the samples by this rule.
 
-What counts is the number of micro-batches in a step, not how equal they are: K of them in a step of B samples train
-as micro-batches of B ÷ K do. See docs/log.md for the measurement.
+The number of micro-batches in a step matters, not their sizes: K of them in a step of B samples train like
+micro-batches of B ÷ K. See docs/log.md for the measurement.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from potluck.balance.leases import Least
 from potluck.spec.events import StatisticsMeasured
 
 LEAST_LEASE = 8
-"""Every lease is a micro-batch more. With four of 8 samples beside 32 on the host a CNN's validation loss was
-0.339, with eight of 4 it was 0.390, and 0.310 with all 64 at once (bench/batchnorm.py)."""
+"""Every lease adds a micro-batch. With four of 8 samples beside 32 on the host a CNN's validation loss was 0.339,
+with eight of 4 it was 0.390, and 0.310 with all 64 at once (bench/batchnorm.py)."""
 LEASE_PART = 4
-"""Of a small batch a lease may have this part: 4 samples of 16."""
+"""For a small batch a lease may be this part of it: 4 samples of 16."""
 NAMED_LAYERS = 3
 
 
@@ -63,8 +63,8 @@ def least_samples(statistics: BatchStatistics | None, global_batch: int) -> Leas
 
 
 class StatisticsNotice:
-    """Says over how many samples a run normalises: once, when the first guest computes a part, and where that has
-    halved."""
+    """Reports over how many samples a run normalises: once at the start, with the first guest's part, and when it
+    has halved."""
 
     def __init__(self, statistics: BatchStatistics | None, global_batch: int) -> None:
         self._statistics, self._global_batch = statistics, global_batch
@@ -73,7 +73,8 @@ class StatisticsNotice:
         self._steps = 0
 
     def after_step(self, step: int, sizes: Mapping[str, Sequence[int]]) -> StatisticsMeasured | None:
-        """`sizes`: the micro-batches of each machine in the step that has ended. The event, where there is news."""
+        """`sizes`: the micro-batches of each machine in the last step. Returns the event, if there is something
+        new."""
         self._steps += 1
         count = sum(len(s) for s in sizes.values())
         # In the first step the host tries what a sample takes of its memory.

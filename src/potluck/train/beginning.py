@@ -1,4 +1,4 @@
-"""The state in which a step began, so that one that is abandoned leaves no trace.
+"""Saves the state at the beginning of a step, so that an abandoned step leaves no trace.
 
 Owns random numbers and buffers; weights and optimizer state do not change before a step's end.
 """
@@ -16,13 +16,13 @@ MOST_BUFFER_BYTES = 4 << 20
 
 
 class BufferPlaces:
-    """Where a model has buffers: finding all its modules in every step takes longer than keeping them."""
+    """The modules with buffers, kept because finding them in every step takes longer."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
 
     def buffers(self) -> list[Tensor]:
-        """Those of now: a module may put another tensor into the place of one, or register one in its forward."""
+        """The present buffers: a module may replace one, or register one in its forward."""
         now = {id(b): b for module in self._modules for b in module._buffers.values() if b is not None}
         return list(now.values())
 
@@ -42,13 +42,13 @@ class Buffers:
 
     @torch.no_grad()
     def put_back_unless(self, flag: Tensor) -> None:
-        """The same if `flag`, a bool on the device, is false. Nobody waits for it."""
+        """The same if `flag`, a bool on the device, is false, without waiting for the device."""
         for buffer, before in self._kept:
             buffer.copy_(torch.where(flag.to(buffer.device), buffer, before))
 
 
 class Beginning:
-    """Taken when a step begins; `undo` puts everything back."""
+    """Taken when a step begins; `undo` restores everything."""
 
     def __init__(self, device: Device, buffers: Buffers | None = None) -> None:
         self._random, self._buffers = RandomState(device), buffers

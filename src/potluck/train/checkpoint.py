@@ -1,11 +1,10 @@
-"""Owns checkpoints of a training: what is kept, how it is written beside the training, how it is put back.
+"""Owns checkpoints of a training: what they contain, how they are written during training, and how they are
+restored.
 
-What a run wants kept beside the tensors comes as `extra` and is given back unchanged.
-
-    checkpoints/step-00000100/weights-000.safetensors    the model's state_dict, for any safetensors reader
-                              optimizer-000.safetensors  the optimizer's tensors: state.<index>.<key>
-                              objects-000.safetensors    tensors of the scheduler and other objects, if any
-                              manifest.json              everything else, and the hash of every file
+checkpoints/step-00000100/weights-000.safetensors    the model's state_dict, for any safetensors reader
+                          optimizer-000.safetensors  the optimizer's tensors: state.<index>.<key>
+                          objects-000.safetensors    tensors of the scheduler and other objects, if any
+                          manifest.json              everything else, and the hash of every file
 """
 
 from __future__ import annotations
@@ -17,22 +16,24 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import torch
+from msgspec import Struct, structs
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from potluck import checked
+from potluck.bounds import Long, Named
 from potluck.codec.tensors import all_finite
 from potluck.durable import sync
 from potluck.errors import CheckpointError, NonFiniteError, RunFolderError
 from potluck.failpoints import hit
 from potluck.train import checkpoint_folder, optimizer_state, script_state
 from potluck.train.beginning import MOST_BUFFER_BYTES
-from potluck.train.optimizer_state import Stateful
-from potluck.train.script_state import ScriptState
+from potluck.train.optimizer_state import Json, RngState, Stateful, flatten
+from potluck.train.saved_place import SavedPlace
+from potluck.train.script_state import ScriptState, StateEntry
 
 SHARD_BYTES = 256_000_000
 """Tensors are copied and written in groups of at most this size, so that the copy in memory stays small."""
@@ -47,61 +48,57 @@ _NOT_AS_WRITTEN = (
     RecursionError,
     SafetensorError,
 )
-"""What reading a manifest or a file raises that this module did not write."""
+"""What reading a manifest or a file raises if this module did not write it."""
 
-Described = str | list[Any]
-"""A tensor's number format and shape, or a text: of a tied tensor, whose memory it shares."""
-
-
-class _WeightsEntry(TypedDict):
-    tensors: dict[str, Described]
-    other: dict[str, Any]
-    """What the model's state has besides tensors."""
+NOWHERE = SavedPlace(samples=None, global_batch=None, seed=0)
+"""The place in a checkpoint that no run made."""
 
 
-class _OptimizerEntry(TypedDict):
-    parts: dict[str, Described | int]
-    state: Any
+class WeightsEntry(Struct, frozen=True, kw_only=True):
+    """The model in a checkpoint's manifest."""
+
+    tensors: Named[Long]
+    """Each tensor's number format and shape; for a tied one, the name of the tensor whose memory it shares."""
+    other: Json
+    """The parts of the model's state that are not tensors."""
 
 
-class _StateEntry(TypedDict):
-    values: dict[str, Any]
-    objects: dict[str, Any]
+class OptimizerEntry(Struct, frozen=True, kw_only=True):
+    """The optimizer in a checkpoint's manifest."""
+
+    parts: Named[Long]
+    """Its class and its groups, and the name and shape of each parameter."""
+    state: Json
 
 
-class ManifestEntries(TypedDict):
-    """What a checkpoint's manifest says besides its files: JSON, in which tensors are names."""
+class CheckpointManifest(checkpoint_folder.FolderManifest, frozen=True, kw_only=True):
+    """What a checkpoint's manifest says. Tensors are names in it."""
 
-    weights: _WeightsEntry
-    optimizer: _OptimizerEntry
-    objects: dict[str, Any]
-    state: NotRequired[_StateEntry]
-    """`run.state`; an older version wrote none."""
-    rng: optimizer_state.RngState
-    extra: dict[str, Any]
-
-
-class CheckpointManifest(ManifestEntries):
-    step: int
-    files: dict[str, checkpoint_folder.FileEntry]
+    weights: WeightsEntry
+    optimizer: OptimizerEntry
+    objects: Named[Json]
+    state: StateEntry
+    """`run.state`."""
+    rng: RngState
+    place: SavedPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What to keep, as live objects: nothing here is a copy."""
+    """What to save, as live objects: nothing here is a copy."""
 
     step: int
-    """Updates made."""
+    """Number of updates made."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
     finite: Collection[str] | None = None
-    """Names in the model's state that must be finite, or nothing is written, nor removed for it; all trained ones
-    where that is not said. The optimizer's state always must."""
+    """Names in the model's state that must be finite; otherwise nothing is written and no older checkpoint is
+    removed. Default: all trained ones. The optimizer's state must always be finite."""
 
     objects: Mapping[str, Stateful] = field(default_factory=dict)
-    """Whatever else has a state_dict(): the scheduler, a scaler, an average of the weights."""
+    """Other objects with a state_dict(): the scheduler, a scaler, an average of the weights."""
 
     device_rng: Mapping[str, Tensor] = field(default_factory=dict)
     """States of the devices' random generators; Python's, numpy's and torch's own are always kept."""
@@ -109,25 +106,31 @@ class Snapshot:
     state: Mapping[str, Any] = field(default_factory=dict)
     """The script's own values, `run.state`."""
 
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Anything JSON can say."""
+    place: SavedPlace = NOWHERE
+    """Where its run is in its data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A checkpoint whose every hash was right."""
+    """A checkpoint whose hashes were all correct."""
 
-    step: int
-    extra: dict[str, Any]
     path: Path
 
     skipped: tuple[tuple[Path, str], ...]
     """Newer checkpoints that are damaged, and why."""
 
     device_rng: dict[str, Tensor]
-    """For the device layer to put back."""
+    """States that the device layer restores."""
 
     manifest: CheckpointManifest = field(repr=False)
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def place(self) -> SavedPlace:
+        return self.manifest.place
 
     def restore(
         self,
@@ -136,16 +139,14 @@ class Loaded:
         objects: Mapping[str, Stateful],
         state: ScriptState | None = None,
     ) -> None:
-        """Put everything back, the random generators last; what does not fit is found before that.
+        """Restore everything, the random generators last. Mismatches are detected before anything changes.
 
-        `state`: the script's own, whose values are replaced by those that were saved.
+        `state`: the script's own values, which are replaced by the saved ones.
         """
         saved = self.manifest
-        self._compare(saved["weights"]["tensors"], _describe(model.state_dict()), "the model's {}")
-        self._compare(saved["optimizer"]["parts"], _parts(optimizer, model), "the optimizer's {}")
-        self._compare(
-            dict.fromkeys(saved["objects"], "present"), dict.fromkeys(objects, "present"), "the object {}"
-        )
+        self._compare(saved.weights.tensors, _describe(model.state_dict()), "the model's {}")
+        self._compare(saved.optimizer.parts, _parts(optimizer, model), "the optimizer's {}")
+        self._compare(dict.fromkeys(saved.objects, "present"), dict.fromkeys(objects, "present"), "the object {}")
         if state is not None:
             self._check_state(state)
         weights, tree, states = self._read()
@@ -163,26 +164,19 @@ class Loaded:
             self._restore_state(state)
         self.restore_rng()
 
-    @property
-    def _own_state(self) -> _StateEntry:
-        return self.manifest.get("state", _StateEntry(values={}, objects={}))
-
     def _check_state(self, state: ScriptState) -> None:
-        try:
-            why = script_state.misfit(state, self._own_state)
-        except _NOT_AS_WRITTEN as error:
-            raise self._forged(error) from error
-        if why:
+        if why := script_state.misfit(state, self.manifest.state):
             raise self._misfit(why)
 
     def _restore_state(self, state: ScriptState) -> None:
-        saved = self._own_state
+        saved = self.manifest.state
         tensors = {name: tensor.clone() for name, tensor in self._tensors("objects").items()}
         try:
-            state.update(optimizer_state.unflatten(saved["values"], tensors))
+            # One by one: a key may be "$tensor" or another word that has a meaning inside a value.
+            state.update({key: optimizer_state.unflatten(value, tensors) for key, value in saved.values.items()})
         except _NOT_AS_WRITTEN as error:
             raise self._forged(error) from error
-        for key, each in saved["objects"].items():
+        for key, each in saved.objects.items():
             try:
                 state[key].load_state_dict(optimizer_state.unflatten(each, tensors))
             except (*_NOT_AS_WRITTEN, RuntimeError) as error:  # a module's says in words what differs
@@ -193,15 +187,15 @@ class Loaded:
         saved, unflatten = self.manifest, optimizer_state.unflatten
         try:
             weights: dict[str, Any] = dict(self._tensors("weights"))
-            for name, description in saved["weights"]["tensors"].items():
-                if isinstance(description, str):
+            for name, description in saved.weights.tensors.items():
+                if description.startswith(_SAME_AS):
                     weights[name] = weights[description.removeprefix(_SAME_AS)]
             # Clones: a tensor mapped from the file would be lost when the checkpoint is removed.
             others = {name: tensor.clone() for name, tensor in self._tensors("objects").items()}
-            weights.update(unflatten(saved["weights"]["other"], others))
+            weights.update(unflatten(saved.weights.other, others))
             state = {name: tensor.clone() for name, tensor in self._tensors("optimizer").items()}
-            tree = unflatten(saved["optimizer"]["state"], state)
-            return weights, tree, {name: unflatten(each, others) for name, each in saved["objects"].items()}
+            tree = unflatten(saved.optimizer.state, state)
+            return weights, tree, {name: unflatten(each, others) for name, each in saved.objects.items()}
         except _NOT_AS_WRITTEN as error:
             raise self._forged(error) from error
 
@@ -209,18 +203,18 @@ class Loaded:
         return CheckpointError(
             f"{self.path / checkpoint_folder.MANIFEST} has the right hash but was not written by potluck "
             f"({type(error).__name__}: {error})",
-            hint="bring the folder back from a copy, or start a new run",
+            hint="restore the folder from a copy, or start a new run",
             step=self.step,
         )
 
     def restore_rng(self) -> None:
-        """Python's, numpy's and torch's CPU generators as they were; restore() ends with this."""
+        """Restore Python's, numpy's and torch's CPU generators; restore() ends with this."""
         try:
-            optimizer_state.restore_rng(self.manifest["rng"])
+            optimizer_state.restore_rng(self.manifest.rng)
         except (*_NOT_AS_WRITTEN, RuntimeError, struct.error) as error:
             raise self._forged(error) from error
 
-    def _compare(self, saved: Mapping[str, Any], here: Mapping[str, Any], what: str) -> None:
+    def _compare(self, saved: Mapping[str, str], here: Mapping[str, str], what: str) -> None:
         for name in (*saved, *here):
             there, now = saved.get(name, "missing"), here.get(name, "missing")
             if there != now:
@@ -235,14 +229,14 @@ class Loaded:
 
     def _tensors(self, kind: str) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
-        for name in self.manifest["files"]:
+        for name in self.manifest.files:
             if name.startswith(f"{kind}-"):
                 tensors.update(load_file(self.path / name))
         return tensors
 
 
 class CheckpointWriter:
-    """Writes checkpoints beside training, in a thread of its own.
+    """Writes checkpoints during training, in a separate thread.
 
     Weights and optimizer state change only in optimizer.step(), so the thread reads them while the next step
     is being computed; before_update() copies what it has not read by then. On an accelerator the reads are
@@ -258,8 +252,8 @@ class CheckpointWriter:
         on_failed: Callable[[int, RunFolderError], None] = lambda step, error: None,
         before: Callable[[], None] | None = None,
     ) -> None:
-        """All are called in the thread: `before()` it writes, `on_saved(step, path, seconds)` when all is done, and
-        `on_failed(step, error)` where the disk did not take it (it is full, or gone)."""
+        """All are called in the thread: `before()` it writes, `on_saved(step, path, seconds)` at the end, and
+        `on_failed(step, error)` if the disk failed (it is full, or gone)."""
         self._folder = folder
         self._keep = keep
         self._on_saved = on_saved
@@ -270,8 +264,8 @@ class CheckpointWriter:
         self._failure: BaseException | None = None
 
     def start(self, snapshot: Snapshot) -> bool:
-        """Begin to write; False while the last one is still being written. Raises the last one's failure, unless
-        the disk failed: that has been told, and this is the next attempt."""
+        """Begin to write. Returns False while the last checkpoint is still being written. Raises the last one's
+        failure, unless the disk failed: that was reported, and this is the next attempt."""
         if self._thread is not None and self._thread.is_alive():
             return False
         self.settle()
@@ -282,7 +276,8 @@ class CheckpointWriter:
         return True
 
     def before_update(self) -> float:
-        """Call just before optimizer.step(): copies what is not read yet; returns the seconds that took."""
+        """Call just before optimizer.step(): copies what is not read yet, and returns the seconds that this
+        took."""
         began = time.perf_counter()
         for slot in self._unread:
             slot.read()
@@ -290,12 +285,12 @@ class CheckpointWriter:
         return time.perf_counter() - began
 
     def settle(self) -> None:
-        """Until the one in progress has ended. A failure of the disk has been told and ends nothing."""
+        """Wait until the current write has ended. A failure of the disk was reported and raises nothing."""
         with contextlib.suppress(RunFolderError):
             self.wait()
 
     def wait(self) -> None:
-        """Until the one in progress is on the disk; raises its failure."""
+        """Wait until the current checkpoint is on the disk. Raises its failure."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -325,17 +320,17 @@ class CheckpointWriter:
 
 
 def save(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
-    """Write a checkpoint now and return its folder; all but the last `keep` are removed."""
+    """Write a checkpoint now and return its folder. All but the last `keep` are removed."""
     image = _capture(snapshot)
     return checkpoint_folder.publish(folder, image.step, image.write, keep=keep)
 
 
 def load_latest(folder: Path) -> Loaded | None:
-    """The newest checkpoint that is whole; None where there is none at all."""
+    """The newest intact checkpoint; None if there is no checkpoint."""
     skipped: list[tuple[Path, str]] = []
     for path in checkpoint_folder.newest_first(folder):
         try:
-            return _loaded(path, checkpoint_folder.verified(path), tuple(skipped))
+            return _loaded(path, checkpoint_folder.verified(path, CheckpointManifest), tuple(skipped))
         except checkpoint_folder.DamagedError as damage:
             skipped.append((path, str(damage)))
     if not skipped:
@@ -343,29 +338,22 @@ def load_latest(folder: Path) -> Loaded | None:
     reasons = "; ".join(f"{path.name}: {why}" for path, why in skipped)
     raise CheckpointError(
         f"no checkpoint in {folder} can be read: {reasons}",
-        hint="bring the folder back from a copy, or start a new run",
+        hint="restore the folder from a copy, or start a new run",
     )
 
 
-def _loaded(path: Path, raw: dict[str, Any], skipped: tuple[tuple[Path, str], ...]) -> Loaded:
+def _loaded(path: Path, manifest: CheckpointManifest, skipped: tuple[tuple[Path, str], ...]) -> Loaded:
     """The checkpoint of this manifest, which another program may have written."""
     try:
-        manifest = checked.as_kind(raw, CheckpointManifest)
-        return Loaded(
-            step=manifest["step"],
-            extra=dict(optimizer_state.unflatten(manifest["extra"], {})),
-            path=path,
-            skipped=skipped,
-            device_rng=optimizer_state.device_rng(manifest["rng"]),
-            manifest=manifest,
-        )
+        device_rng = optimizer_state.device_rng(manifest.rng)
+        return Loaded(path=path, skipped=skipped, device_rng=device_rng, manifest=manifest)
     except _NOT_AS_WRITTEN as error:
         what = f"{checkpoint_folder.MANIFEST} lacks what a checkpoint has ({type(error).__name__}: {error})"
         raise checkpoint_folder.DamagedError(what) from error
 
 
 class _Slot:
-    """A tensor on its way into a file: live, then copied by whichever thread needs it first, then gone."""
+    """A tensor to be written: live, then copied by the thread that needs it first, then released."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.size_bytes = tensor.nbytes
@@ -374,7 +362,7 @@ class _Slot:
         self._copy: Tensor | None = None
 
     def read(self) -> Tensor | None:
-        """The copy, made now if it was not yet; None after release()."""
+        """The copy, made now if necessary; None after release()."""
         with self._lock:
             if self._live is not None:
                 self._copy = _copied(self._live)
@@ -388,16 +376,20 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Image:
-    """A checkpoint before it is written: its small parts as JSON, its tensors as slots by kind of file."""
+    """A checkpoint to be written: its small parts as JSON, its tensors as slots by kind of file."""
 
-    step: int
-    entries: ManifestEntries
+    manifest: CheckpointManifest
+    """Without the files, which are not written yet."""
     tensors: dict[str, dict[str, _Slot]]
     finite: Mapping[str, Collection[str]]
-    """Names of tensors that must be, by kind of file."""
+    """Names of tensors that must be finite, by kind of file."""
 
-    def write(self, folder: Path) -> dict[str, Any]:
-        """Files into `folder`, one group of tensors in memory at a time; returns the manifest's entries."""
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    def write(self, folder: Path) -> CheckpointManifest:
+        """Write the files into `folder`, with one group of tensors in memory at a time. Returns the manifest."""
         files: dict[str, checkpoint_folder.FileEntry] = {}
         for kind, slots in self.tensors.items():
             for number, shard in enumerate(_shards(slots, always=kind != "objects")):
@@ -406,10 +398,10 @@ class _Image:
                 self._check(kind, copies)
                 _write_shard(file, shard, copies)
                 files[file.name] = checkpoint_folder.fingerprint(file)
-        return {"files": files, **self.entries}
+        return structs.replace(self.manifest, files=files)
 
     def _check(self, kind: str, copies: Mapping[str, Tensor]) -> None:
-        """In the writer's own thread, of the copies: it costs the training nothing."""
+        """Check the copies in the writer's thread, so that it costs the training nothing."""
         for name in self.finite.get(kind, ()):
             copy = copies.get(name)
             if copy is None or not can_be_checked(copy) or all_finite(copy.reshape(-1)):
@@ -421,14 +413,14 @@ class _Image:
 
 
 def can_be_checked(tensor: Tensor) -> bool:
-    """Whether there is such a thing as a value that is not finite, and torch can find it."""
+    """Whether the type has values that are not finite, and torch can detect them."""
     return tensor.is_floating_point() and tensor.itemsize > 1
 
 
 def finite_state(model: nn.Module) -> Iterator[str]:
-    """The names in the model's state that are finite and must stay so: what is trained, and small buffers.
+    """The names in the model's state that are finite and must stay finite: trained parameters and small buffers.
 
-    A mask may be made of infinities.
+    A mask may consist of infinities.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     small = {name: b for name, b in model.named_buffers() if b.nbytes <= MOST_BUFFER_BYTES}
@@ -442,36 +434,34 @@ def _capture(snapshot: Snapshot) -> _Image:
     model, optimizer = snapshot.model, snapshot.optimizer
     state = model.state_dict()
     described = _describe(state)
-    weights = {name: state[name] for name, how in described.items() if not isinstance(how, str)}
+    weights = {name: state[name] for name, how in described.items() if not how.startswith(_SAME_AS)}
     rest = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     moments: dict[str, Tensor] = {}
     others: dict[str, Tensor] = {}
     plain, stateful = script_state.split(snapshot.state)
-    entries: ManifestEntries = {
-        "weights": {
-            "tensors": described,
-            "other": optimizer_state.flatten(rest, "", others, of="the model"),
-        },
-        "optimizer": {
-            "parts": _parts(optimizer, model),
-            "state": optimizer_state.flatten(optimizer.state_dict(), "", moments, of="the optimizer"),
-        },
-        "objects": {
-            name: optimizer_state.flatten(each.state_dict(), name, others, of=f"the object {name!r}")
+    manifest = CheckpointManifest(
+        format=checkpoint_folder.FORMAT,
+        step=snapshot.step,
+        files={},
+        weights=WeightsEntry(tensors=described, other=flatten(rest, "", others, of="the model")),
+        optimizer=OptimizerEntry(
+            parts=_parts(optimizer, model),
+            state=flatten(optimizer.state_dict(), "", moments, of="the optimizer"),
+        ),
+        objects={
+            name: flatten(each.state_dict(), name, others, of=f"the object {name!r}")
             for name, each in snapshot.objects.items()
         },
-        "state": {
-            "values": {
-                key: optimizer_state.flatten(value, key, others, of=script_state.OF) for key, value in plain.items()
-            },
-            "objects": {
-                key: optimizer_state.flatten(each.state_dict(), key, others, of=f"{script_state.OF}[{key!r}]")
+        state=StateEntry(
+            values={key: flatten(value, key, others, of=script_state.OF) for key, value in plain.items()},
+            objects={
+                key: flatten(each.state_dict(), key, others, of=f"{script_state.OF}[{key!r}]")
                 for key, each in stateful.items()
             },
-        },
-        "rng": optimizer_state.capture_rng(snapshot.device_rng),
-        "extra": optimizer_state.flatten(dict(snapshot.extra), "", None, of="extra"),
-    }
+        ),
+        rng=optimizer_state.capture_rng(snapshot.device_rng),
+        place=snapshot.place,
+    )
     tensors = {
         kind: {name: _Slot(tensor) for name, tensor in named.items()}
         for kind, named in (("weights", weights), ("optimizer", moments), ("objects", others))
@@ -487,12 +477,12 @@ def _capture(snapshot: Snapshot) -> _Image:
         "weights": trained if snapshot.finite is None else snapshot.finite,
         "optimizer": [name for name in moments if name.startswith("state.")],
     }
-    return _Image(step=snapshot.step, entries=entries, tensors=tensors, finite=finite)
+    return _Image(manifest=manifest, tensors=tensors, finite=finite)
 
 
-def _describe(state: Mapping[str, Any]) -> dict[str, Described]:
-    """Each tensor's number format and shape, or for a tied one, as text, whose memory it shares."""
-    described: dict[str, Described] = {}
+def _describe(state: Mapping[str, Any]) -> dict[str, str]:
+    """Each tensor's number format and shape; for a tied one, the name of the tensor whose memory it shares."""
+    described: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -503,26 +493,27 @@ def _describe(state: Mapping[str, Any]) -> dict[str, Described]:
             described[name] = _SAME_AS + first[place]
         else:
             first[place] = name
-            described[name] = [str(value.dtype).removeprefix("torch."), list(value.shape)]
+            described[name] = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return described
 
 
-def _parts(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Described | int]:
-    """What must be the same for an optimizer to take another's state, by words that a message can use."""
+def _parts(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, str]:
+    """What must be equal for an optimizer to load another's state, with names for an error message."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    parts: dict[str, Described | int] = {
+    parts: dict[str, str] = {
         "class": type(optimizer).__name__,
-        "number of groups": len(optimizer.param_groups),
+        "number of groups": str(len(optimizer.param_groups)),
     }
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             name = names.get(id(parameter), "(not in the model)")
-            parts[f"parameter {index} of group {number}"] = [name, list(parameter.shape)]
+            parts[f"parameter {index} of group {number}"] = f"{name} {list(parameter.shape)}"
     return parts
 
 
 def _shards(slots: Mapping[str, _Slot], *, always: bool) -> Iterable[dict[str, _Slot]]:
-    """Groups of at most SHARD_BYTES (a larger tensor is alone); with `always`, an empty one for nothing."""
+    """Groups of at most SHARD_BYTES (a larger tensor is alone). With `always`, at least one group, even if
+    empty."""
     shard: dict[str, _Slot] = {}
     filled = 0
     for name, slot in slots.items():
@@ -536,7 +527,7 @@ def _shards(slots: Mapping[str, _Slot], *, always: bool) -> Iterable[dict[str, _
 
 
 def _write_shard(file: Path, shard: Mapping[str, _Slot], copies: dict[str, Tensor]) -> None:
-    """One file, on the disk when this returns; its tensors' copies are gone by then."""
+    """Write one file. When this returns, it is on the disk and its tensors' copies are freed."""
     hit("checkpoint.before-file")
     save_file(copies, file, {"format": "pt"})
     hit("checkpoint.file-written")
@@ -547,7 +538,7 @@ def _write_shard(file: Path, shard: Mapping[str, _Slot], copies: dict[str, Tenso
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A contiguous copy in ordinary host memory that nobody else holds."""
+    """A contiguous copy in ordinary host memory."""
     plain = tensor.resolve_conj().resolve_neg()
     if plain.device.type == "cpu":
         return plain.clone(memory_format=torch.contiguous_format)

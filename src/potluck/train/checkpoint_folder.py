@@ -1,8 +1,8 @@
-"""Owns the folders that checkpoints live in: they are whole or not there, verified, and few.
+"""Owns the folders of checkpoints: each is complete or absent, verified, and old ones are removed.
 
 
-A checkpoint is written into a folder `.tmp-…` beside the others and appears by a rename when all of it is on
-the disk. A newer one of the same step waits as `step-00000100.new` until the old one is out of the way.
+A checkpoint is written into a folder `.tmp-…` beside the others and appears by a rename when all of it is on the
+disk. A newer one of the same step waits as `step-00000100.new` until the old one is removed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypeVar
 
+import msgspec
 import safetensors
+from msgspec import Struct
 
+from potluck import checked
+from potluck.bounds import Named, Natural, Short
 from potluck.durable import sync
-from potluck.errors import PotluckError, RunFolderError
+from potluck.errors import PotluckError, RunFolderError, UserError
 from potluck.failpoints import hit
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 
 _NAME = re.compile(r"step-(\d{8,})(\.new)?")
@@ -35,21 +39,32 @@ _TEMPORARY = ".tmp-"
 _WRITING = threading.Lock()
 
 
-class FileEntry(TypedDict):
-    """What the manifest says of a file."""
+class FileEntry(Struct, frozen=True, kw_only=True):
+    """The manifest's entry for a file."""
 
-    bytes: int
-    sha256: str
+    bytes: Natural
+    sha256: Short
+
+
+class FolderManifest(Struct, frozen=True, kw_only=True):
+    """What every manifest says, whatever the checkpoint is of."""
+
+    format: Natural
+    step: Natural
+    files: Named[FileEntry]
+
+
+M = TypeVar("M", bound=FolderManifest)
 
 
 class DamagedError(Exception):
-    """Why a checkpoint cannot be used, in a few words."""
+    """A short reason why a checkpoint cannot be used."""
 
 
-def publish(folder: Path, step: int, write: Callable[[Path], Mapping[str, Any]], *, keep: int) -> Path:
+def publish(folder: Path, step: int, write: Callable[[Path], FolderManifest], *, keep: int) -> Path:
     """Make the checkpoint of `step`, then remove all but the last `keep`.
 
-    `write` is given the temporary folder, puts synced files there and returns the manifest's other entries.
+    `write` gets the temporary folder, writes synced files into it and returns the manifest.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}, at least the newest checkpoint is kept")
@@ -62,8 +77,7 @@ def publish(folder: Path, step: int, write: Callable[[Path], Mapping[str, Any]],
             _tidy(folder, after_a_crash=True)
             hit("checkpoint.before-folder")
             temporary.mkdir()
-            files_and_more = write(temporary)
-            _write_manifest(temporary, {"format": FORMAT, "step": step, **files_and_more})
+            _write_manifest(temporary, write(temporary))
             hit("checkpoint.before-rename")
             os.rename(temporary, final.with_suffix(".new") if final.exists() else final)
             hit("checkpoint.renamed")
@@ -81,13 +95,13 @@ def publish(folder: Path, step: int, write: Callable[[Path], Mapping[str, Any]],
 
 
 def tidy(folder: Path) -> None:
-    """After a crash, before anything is read: what a save or a removal that was cut off left is put in order."""
+    """After a crash, before anything is read: clean up after an interrupted save or removal."""
     with _WRITING, contextlib.suppress(OSError):  # a folder that cannot be written to can still be read
         _tidy(folder, after_a_crash=True)
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The folders of checkpoints; of two of one step, the one that waits as `.new` is the newer."""
+    """The folders of checkpoints. Of two with the same step, the `.new` one is newer."""
     found = []
     try:
         for path in folder.iterdir():
@@ -103,42 +117,58 @@ def newest_first(folder: Path) -> list[Path]:
     return [path for _, _, path in sorted(found, reverse=True)]
 
 
-def verified(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every byte is as it was written; else DamagedError."""
+def read_manifest(path: Path) -> FolderManifest:
+    """What every manifest says, of this checkpoint; its files are not looked at."""
+    return checked.decode((path / MANIFEST).read_bytes(), FolderManifest)
+
+
+def verified(path: Path, kind: type[M]) -> M:
+    """The manifest of a checkpoint, after all its files were verified. Raises DamagedError."""
     try:
         text = (path / MANIFEST).read_bytes()
-        manifest = json.loads(text)
-        if not isinstance(manifest, dict) or _rendered(manifest) != text:
+        table = json.loads(text)
+        if not isinstance(table, dict) or _rendered(table) != text:
             raise DamagedError(f"{MANIFEST} is damaged")
-        if manifest["format"] != FORMAT:
-            raise DamagedError(f"its format is {manifest['format']}, this version of potluck reads {FORMAT}")
-        if type(manifest["step"]) is not int or manifest["step"] < 0:
-            raise DamagedError(f"{MANIFEST} has no step")
-        for name, expected in manifest["files"].items():
+        if table.get("format", FORMAT) != FORMAT:
+            raise DamagedError(f"its format is {table['format']}, this version of potluck reads {FORMAT}")
+        manifest = checked.as_kind(table, kind)
+        for name, expected in manifest.files.items():
             if not name or Path(name).name != name:
                 raise DamagedError(f"{MANIFEST} names {name!r}, which is no file of the checkpoint")
             size = (path / name).stat().st_size
-            if size != expected["bytes"]:
-                raise DamagedError(f"{name} has {size:,} bytes instead of {expected['bytes']:,}")
-            if _sha256(path / name) != expected["sha256"]:
-                raise DamagedError(f"{name} is damaged (its hash is another)")
+            if size != expected.bytes:
+                raise DamagedError(f"{name} has {size:,} bytes instead of {expected.bytes:,}")
+            if _sha256(path / name) != expected.sha256:
+                raise DamagedError(f"{name} is damaged (its hash differs)")
     except FileNotFoundError as error:
         raise DamagedError(f"{Path(error.filename).name} is missing") from error
     except OSError as error:
         raise DamagedError(f"{error.filename} cannot be read: {error.strerror}") from error
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except msgspec.ValidationError as error:
         # A hash shows damage. A manifest that was written by hand can have the right hash and lack the rest.
+        raise DamagedError(f"{MANIFEST} lacks what a checkpoint has: {error}") from error
+    except (ValueError, RecursionError) as error:
         raise DamagedError(f"{MANIFEST} is damaged ({type(error).__name__})") from error
     return manifest
 
 
 def fingerprint(file: Path) -> FileEntry:
-    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+    return FileEntry(bytes=file.stat().st_size, sha256=_sha256(file))
 
 
-def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+def _write_manifest(folder: Path, manifest: FolderManifest) -> None:
     hit("checkpoint.before-manifest")
-    (folder / MANIFEST).write_bytes(_rendered(manifest))
+    text, kind = _rendered(msgspec.to_builtins(manifest)), type(manifest)
+    try:
+        checked.as_kind(json.loads(text), kind)
+    except msgspec.ValidationError as error:
+        # Better no checkpoint, and the run told so, than one that is acknowledged and can never be read.
+        raise UserError(
+            f"a checkpoint cannot hold a value of this run: {error}",
+            hint="the name after $ says which: a setting of run.steps(), run.state, or a state_dict()",
+            step=manifest.step,
+        ) from error
+    (folder / MANIFEST).write_bytes(text)
     hit("checkpoint.manifest-written")
     sync(folder / MANIFEST)
     hit("checkpoint.manifest-synced")
@@ -158,9 +188,10 @@ def _sha256(file: Path) -> str:
 
 
 def _tidy(folder: Path, *, after_a_crash: bool = False) -> None:
-    """Remove what a save that was cut off left, and let a `.new` one take its place.
+    """Remove the leftovers of an interrupted save, and rename a `.new` folder into place.
 
-    One that has lain there since a crash must be whole: the run may have gone on from the one it would replace.
+    A `.new` folder left by a crash must be intact, because the run may have continued from the one that it
+    replaces.
     """
     for spare in folder.glob("step-*.new"):
         if after_a_crash and spare.with_suffix("").exists() and not _is_whole(spare):
@@ -179,7 +210,7 @@ def _tidy(folder: Path, *, after_a_crash: bool = False) -> None:
 
 def _is_whole(path: Path) -> bool:
     try:
-        verified(path)
+        verified(path, FolderManifest)
     except DamagedError:
         return False
     return True
@@ -188,7 +219,7 @@ def _is_whole(path: Path) -> bool:
 def _prune(folder: Path, step: int, keep: int) -> None:
     """Keep the last `keep`.
 
-    Those of later steps go as well: a run that is at `step` found them damaged when it was resumed.
+    Those of later steps are removed too: a run at `step` found them damaged when it was resumed.
     """
     paths = newest_first(folder)
     later = [path for path in paths if int(path.name.removeprefix("step-")) > step]
@@ -197,7 +228,7 @@ def _prune(folder: Path, step: int, keep: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Gone at once for every reader, whatever happens while its files are being removed."""
+    """Remove a checkpoint. It disappears for every reader at once, whatever happens while its files are removed."""
     hidden = path.with_name(f"{_TEMPORARY}gone-{path.name}")
     hit("checkpoint.before-remove")
     os.rename(path, hidden)
@@ -214,8 +245,8 @@ def _cannot_write(folder: Path, step: int, error: Exception) -> RunFolderError:
         reason, code = match[1].strip(), int(match[2])
     return RunFolderError(
         f"cannot write a checkpoint into {folder}: {reason}",
-        hint="free some space on the disk; the checkpoints before this one are whole"
+        hint="free some space on the disk; the checkpoints before this one are intact"
         if code in (errno.ENOSPC, errno.EDQUOT)
-        else "check that you may write there and that the disk is well",
+        else "check that you may write there and that the disk works",
         step=step,
     )

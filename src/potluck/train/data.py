@@ -1,6 +1,6 @@
-"""Samples read in this process: the data set behind what a script gave, its order, and batches on the device.
+"""Reads samples in this process: the data set that a script gave, its order, and batches on the device.
 
-Owns access to the data set (one thread at a time). It knows no lease and no network.
+Owns access to the data set (one thread at a time).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def makes_data(given: Any) -> bool:
 
 
 def opened(given: Any) -> Any:
-    """The data set or the loader itself, where a function that makes one was given."""
+    """The data set or the loader, also if a function that makes one was given."""
     return given() if makes_data(given) else given
 
 
@@ -45,7 +45,7 @@ class Loader:
     """Reads samples by their indices, in this process; several threads share it, one at a time."""
 
     def __init__(self, dataset: Any, collate: Collate | None = None, *, sized: bool = True) -> None:
-        """`sized`: a data set without a length is refused."""
+        """`sized`: refuse a data set without a length."""
         self.dataset = opened(dataset)
         self._collate = collate or default_collate
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class Loader:
         return length(self.dataset)
 
     def expect(self, batches: Sequence[Sequence[Any]]) -> None:
-        """These batches will be fetched next, in this order, as far as they are needed."""
+        """Announce the batches that will be fetched next, in this order, if they are needed."""
 
     def fetch(self, keys: Sequence[Any]) -> Any:
         """The batch of these samples, on the CPU."""
@@ -65,21 +65,21 @@ class Loader:
             return self.fetch_locked(keys)
 
     def fetch_locked(self, keys: Sequence[Any]) -> Any:
-        """The same, for who has the lock: see `nobody_reads`."""
+        """The same, for a caller that holds the lock: see `nobody_reads`."""
         return collated(read(self.dataset, list(keys)), self._collate, keys)
 
     def close(self) -> None:
-        """Nothing to end in this process."""
+        """Does nothing: there is nothing to end in this process."""
 
     @contextmanager
     def nobody_reads(self) -> Iterator[None]:
-        """Inside, other threads wait before they read: samples may be made with random numbers."""
+        """Inside, other threads wait before they read, because reading may draw random numbers."""
         with self._lock:
             yield
 
 
 def read(dataset: Any, keys: list[Any]) -> list[Any]:
-    """The samples of these indices; where one cannot be read, the error names it."""
+    """The samples of these indices. An error names the sample that cannot be read."""
     if callable(getattr(dataset, "__getitems__", None)):
         try:
             return list(dataset.__getitems__(keys))
@@ -115,7 +115,7 @@ def _unreadable(which: str, error: Exception) -> DataError:
 
 
 class NamesSamples:
-    """A data set as worker processes read it: what cannot be read is told with its index."""
+    """A data set for worker processes: an error names the index of a sample that cannot be read."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -131,7 +131,7 @@ class NamesSamples:
 
 
 def length(dataset: Any) -> int:
-    """How many samples there are; what has no numbered samples is named, with what to give instead."""
+    """The number of samples. An error says what to give instead of data without numbered samples."""
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         can = "can only be read from its start" if hasattr(dataset, "__iter__") else "cannot be indexed"
@@ -157,7 +157,7 @@ def to_device(batch: Any, device: Device) -> Any:
         if tensor.device.type != "cpu":
             raise DataError(
                 f"a batch of the loader has a tensor on {tensor.device}",
-                hint="leave samples and labels on the CPU: Potluck brings every micro-batch to run.device",
+                hint="leave samples and labels on the CPU: Potluck moves every micro-batch to run.device",
             )
         return device.from_host(tensor)
 
@@ -165,7 +165,7 @@ def to_device(batch: Any, device: Device) -> Any:
 
 
 def cloned(batch: Any) -> Any:
-    """The same batch with tensors of its own, which the loop's body may change in place."""
+    """A copy of the batch, which the loop's body may change in place."""
     return _mapped(batch, Tensor.clone)
 
 

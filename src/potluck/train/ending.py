@@ -1,7 +1,7 @@
-"""The end of a training: it comes once, with the right reason; and the exceptions that end a script with it.
+"""Ends a training exactly once, with the right reason, and defines the exceptions that end its script.
 
-A loop that is left by `break` and one that is left by an exception look alike from inside: Python closes both
-before anybody knows why. Whoever opened the training does know, a moment later.
+Inside the loop, `break` and an exception look the same: Python closes the generator before the reason is known. The
+code that opened the training knows the reason a moment later.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from potluck.errors import PotluckError
 from potluck.sinks import to_stderr
 
 WHY_S = 1.0
-"""So long the end of a loop waits for a better reason, unless the script's own end comes first."""
+"""How long the end of a loop waits for a better reason, unless the script ends first."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """The person stopped the run; everything has been saved."""
+    """The run was stopped with Ctrl-C; everything has been saved."""
 
     told = False
-    """Whether the person was told where it was saved and how to go on."""
+    """Whether the place of the checkpoint and the command to resume were shown."""
 
 
 class GuestDone(BaseException):
@@ -34,7 +34,8 @@ class GuestDone(BaseException):
 
 
 class Ending:
-    """Any thread may end it. In a forked child it does nothing: the training is its parent's."""
+    """Any thread may end the training. In a forked child it does nothing, because the training belongs to the
+    parent."""
 
     def __init__(self, end: Callable[[str], None]) -> None:
         """`end` is called once, with the reason."""
@@ -45,10 +46,10 @@ class Ending:
         self._soon = ""
         self._then: list[Callable[[], None]] = []
         self._failure: PotluckError | None = None
-        """What the end raised where nobody could hear it."""
+        """An exception of the end that could not be raised anywhere."""
         self._over = False
         self.done = False
-        """Whether everything has been saved and told, or has failed."""
+        """Whether the end is complete, or has failed."""
 
     @property
     def over(self) -> bool:
@@ -56,11 +57,16 @@ class Ending:
         return self._over or self._elsewhere
 
     @property
+    def pending(self) -> bool:
+        """Whether the end has neither begun nor is about to."""
+        return not self.over and not self._soon
+
+    @property
     def _elsewhere(self) -> bool:
         return os.getpid() != self._owner  # and the lock may be held there by a thread that is not here
 
     def now(self, reason: str) -> None:
-        """Only the first call does anything; others wait until it is done, and hear what it failed with."""
+        """Only the first call does anything. Others wait until it is done and raise its failure."""
         if self._elsewhere:
             return
         try:
@@ -83,11 +89,11 @@ class Ending:
                 self._then.pop()()
 
     def finish(self) -> None:
-        """Now, with the reason that `soon` was given; without one, it failed."""
+        """End now, with the reason given to `soon`; without one, it failed."""
         self.now(self._soon or "failed")
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call this when the end is done, in the thread that made it; at once if it is done already."""
+        """Call this function when the end is done, in that thread; immediately if it is already done."""
         if self._elsewhere:
             return
         with self._lock:
@@ -97,7 +103,7 @@ class Ending:
         call()
 
     def soon(self, reason: str) -> None:
-        """In a moment, with this reason if nobody has another one by then."""
+        """End in a moment, with this reason unless a better one comes before."""
         if self._elsewhere:
             return
         with self._lock:
@@ -114,7 +120,7 @@ class Ending:
                 self._alone(reason)
 
     def close_at_exit(self, loop: Generator[Any, None, None]) -> None:
-        """Where the script leaves its loop open, close it before the interpreter shuts down."""
+        """If the script leaves its loop open, close it before the interpreter shuts down."""
         held = weakref.ref(loop)
 
         def close() -> None:
@@ -129,7 +135,7 @@ class Ending:
         self.then(lambda: atexit.unregister(close))
 
     def _alone(self, reason: str) -> None:
-        """In the timer's thread, while the script goes on: whoever runs it hears of a failure at its end."""
+        """End in the timer's thread while the script continues. A failure is raised when the script ends."""
         try:
             self.now(reason)
         except PotluckError as error:

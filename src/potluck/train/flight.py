@@ -1,7 +1,7 @@
-"""Micro-batches that the host's device was given and has not finished: how many, and how long each took.
+"""Tracks micro-batches that were queued on the host's device: how many are unfinished, and how long each took.
 
-Owns the run-ahead, so that a device which queues its work never waits for Python: not between two micro-batches,
-and not between two steps. It knows no hub and no loop.
+Owns the run-ahead, so that a device which queues its work never waits for Python, neither between two micro-batches
+nor between two steps.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from dataclasses import dataclass
 from potluck.device import Device, Mark
 
 LEAD, LONGEST_LEAD_S = 0.8, 0.1
-"""Of a micro-batch, and at most so long: by so much guests should be done before a host whose device queues its
-work. Then the next step is there before the device has nothing left to do, and what comes late within that time is
-not waited for. Guests stand idle for as long: it is what Python needs between two steps, and some more."""
+"""Guests should finish this part of a micro-batch, and at most this long, before a host whose device queues its
+work. Then the next step is queued before the device runs out of work, and a contribution that is late by less costs
+no waiting. Guests are idle for that time, so it is little more than what Python needs between two steps."""
 
 
 @dataclass(slots=True)  # not frozen: that takes three times as long to make
-class _Given:
-    """Something that the device was given, from `began` (monotonic) on."""
+class _InFlight:
+    """Work that was queued on the device, with its start `began` (monotonic)."""
 
     samples: int
     began: float
     given_at: float
     mark: Mark
     landed: Callable[[float, float], None]
-    """Told when it was done (monotonic), and the seconds it took."""
+    """Called with the time of its end (monotonic) and its seconds."""
 
 
 class Flight:
-    """On a device that works at once everything lands when it is launched.
+    """On a device that does not queue, work is finished when it is launched.
 
-    Used by the training thread, and by any thread that reads a loss or ends the run. What is told of a landing may
-    take the hub's lock, so nobody calls this while holding it.
+    Used by the training thread, and by any thread that reads a loss or ends the run. The callbacks may take the
+    hub's lock, so do not call this while holding that lock.
     """
 
     def __init__(
         self, device: Device, computed: Callable[[int, float], None], mark: Callable[[], Mark] | None = None
     ) -> None:
-        """`computed` is told each micro-batch's samples and seconds, in order, when it has landed.
+        """`computed` is called with each micro-batch's samples and seconds, in order, when it is finished.
 
-        `mark` is what to wait for where that is more than the device.
+        `mark` is what to wait for, if that is more than the device.
         """
         self._device = device
         self._computed = computed
@@ -52,12 +52,12 @@ class Flight:
         self._at_once = mark is None and not device.ahead and type(device).mark is Device.mark
         """Whether there is never anything to wait for."""
         self._lock = threading.RLock()
-        self._out: deque[_Given] = deque()
+        self._out: deque[_InFlight] = deque()
         self._landed_at = 0.0
         self._last: Mark | None = None
 
     def launched(self, samples: int, began: float) -> None:
-        """A micro-batch was given to the device, from `began` on; waits for what is too far back."""
+        """A micro-batch was queued, beginning at `began`. Waits until not too many are unfinished."""
         if self._at_once:
             self._computed(samples, self._since(began)[1])
             return
@@ -67,7 +67,7 @@ class Flight:
                 self._land()
 
     def follows(self, began: float, landed: Callable[[float, float], None]) -> None:
-        """Something that is no micro-batch was given to the device (an update); waits for nothing."""
+        """Other work (an update) was queued on the device. Does not wait."""
         if self._at_once:
             landed(*self._since(began))
             return
@@ -75,24 +75,24 @@ class Flight:
             self._add(0, began, self._device.mark(), landed)
 
     def _since(self, began: float) -> tuple[float, float]:
-        """Now, and the seconds that something took that is done now."""
+        """The present time, and the seconds of work that is finished now."""
         now = time.monotonic()
         start, self._landed_at = max(began, self._landed_at), now
         return now, max(0.0, now - start)
 
     def _add(self, samples: int, began: float, mark: Mark, landed: Callable[[float, float], None]) -> None:
-        self._out.append(_Given(samples, began, time.monotonic(), mark, landed))
+        self._out.append(_InFlight(samples, began, time.monotonic(), mark, landed))
 
     @property
     def busy(self) -> bool:
-        """Whether the device still has something to do. What it has done lands; nobody waits."""
+        """Whether the device has unfinished work. Reports finished work and does not wait."""
         with self._lock:
             while self._out and self._out[0].mark.passed():
                 self._land()
             return bool(self._out)
 
     def behind_s(self, sample_s: float) -> float:
-        """About how long the device will need for the micro-batches it has, at so many seconds a sample."""
+        """About how long the device needs for its queued micro-batches, at this many seconds per sample."""
         with self._lock:
             if not self._out:
                 return 0.0
@@ -100,7 +100,7 @@ class Flight:
             return max(0.0, max(self._out[0].began, self._landed_at) + samples * sample_s - time.monotonic())
 
     def ahead_of_s(self, micro_batch: int, sample_s: float) -> float:
-        """How much later than a step begins the device needs the next one; less than nothing where it waits."""
+        """How long after a step begins the device needs the next one; negative if it waits."""
         return self.behind_s(sample_s) - min(LEAD * micro_batch * sample_s, LONGEST_LEAD_S)
 
     def finish(self) -> None:

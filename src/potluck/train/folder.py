@@ -24,6 +24,7 @@ import msgspec
 
 from potluck import checked, durable
 from potluck._version import __version__
+from potluck.bounds import Named, Text
 from potluck.errors import RunFolderError
 from potluck.failpoints import hit
 from potluck.spec.manifest import Manifest
@@ -31,7 +32,7 @@ from potluck.spec.manifest import Manifest
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 _LOCKED_BYTE = 1 << 30
-"""Windows lets nobody read what is locked, and the number of the process is to be read."""
+"""On Windows a locked range cannot be read, but the process number must be readable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Nobody else may train in this folder meanwhile; a process that is killed lets go of it."""
+        """Inside, no other process may train in this folder. A killed process releases the lock."""
         with _locked(self.path / LOCK) as holder:
             if holder is not None:
                 raise RunFolderError(
@@ -106,12 +107,12 @@ class RunFolder:
                 ) from None
             raise RunFolderError(
                 f"{path} is damaged: {error}",
-                hint="bring the file back from a copy of the run folder, or start a new run",
+                hint="restore the file from a copy of the run folder, or start a new run",
             ) from None
 
 
 def _other_version(path: Path) -> str | None:
-    """The version of Potluck that wrote a manifest which this one cannot read, if it says another."""
+    """The version of Potluck that wrote a manifest that this one cannot read, if it is another version."""
     with suppress(OSError, msgspec.DecodeError, RecursionError):
         theirs = checked.decode(path.read_bytes(), _Versions).versions.get("potluck", "")
         return theirs if theirs not in ("", __version__) else None
@@ -119,11 +120,11 @@ def _other_version(path: Path) -> str | None:
 
 
 class _Versions(msgspec.Struct):
-    versions: dict[str, str]
+    versions: Named[Text]
 
 
 def new_folder(runs: Path, what: str) -> RunFolder:
-    """A new, empty run folder; its name tells when and what."""
+    """A new, empty run folder, named after the time and the script."""
     stem = time.strftime("%Y%m%d-%H%M%S") + "-" + "".join(c if c.isalnum() else "-" for c in what)[:30]
     try:
         runs.mkdir(parents=True, exist_ok=True)
@@ -143,7 +144,7 @@ def new_folder(runs: Path, what: str) -> RunFolder:
 
 
 def open_folder(path: Path) -> RunFolder:
-    """The folder of a run that exists; anything else is an error."""
+    """The folder of an existing run; anything else is an error."""
     if not path.is_dir():
         raise RunFolderError(f"there is no folder {path}", hint="see your run folders with: ls runs")
     folder = RunFolder(path)
@@ -193,8 +194,8 @@ def _locked(file: Path) -> Iterator[str | None]:
 def _try_lock(descriptor: int) -> bool:
     """Lock a file for as long as this descriptor is open; False: another process holds it.
 
-    Not lockf(): such a lock is gone as soon as this process closes any other descriptor of the file, and whoever
-    copies the run folder does that.
+    This is not lockf(), whose lock is lost as soon as this process closes any other descriptor of the file, as it
+    does when it copies the run folder.
     """
     try:
         if sys.platform == "win32":
@@ -214,7 +215,8 @@ def _try_lock(descriptor: int) -> bool:
 
 
 class _CloseAfterFork:
-    """A descriptor that a forked child does not keep: it would hold the lock after this process was killed."""
+    """A descriptor that a forked child closes; otherwise the child would hold the lock after this process was
+    killed."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
@@ -229,7 +231,7 @@ class _CloseAfterFork:
 
 
 def _unmakeable(path: Path, error: OSError) -> RunFolderError:
-    """A folder for runs that is not there: what is missing, or in its way."""
+    """Why a folder for runs cannot be made: what is missing or in its way."""
     above = next((p for p in (path, *path.parents) if p.exists()), path)
     if above == path and path.is_dir():
         return _unwritable(path, error)

@@ -1,4 +1,4 @@
-"""The host's speed alone, and the speed-up of a whole run over it: one formula for all that is shown. PURE."""
+"""Computes the host's speed alone and the speed-up of a whole run, with one formula for all displays. PURE."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from collections import deque
 RECENT_STEPS = 8
 """Rates and speed-ups of a step are over this many steps."""
 ENOUGH = 0.25
-"""A size counts if so much of what was computed was computed at it: remainders and single trials do not."""
+"""A size counts only if this part of all samples was computed at it, which leaves out remainders and single
+trials."""
 SAME = 1.03
-"""A smaller size must be faster by more than this: noise alone is no better size."""
+"""A smaller size must be faster by more than this, so that noise is not mistaken for a better size."""
 _BLOCK = 8
 _MOST_BLOCKS = 64
 _FEWEST_BLOCKS = 4
-"""Steps in a block at first, and how many blocks there are, for the margin of a gain."""
+"""Initial steps per block, and number of blocks, for the margin of a gain."""
 
 
 class AloneRate:
     """Seconds that a sample takes this machine at the best of the sizes that it computes at once.
 
-    In the search for that size, and in what guests leave over, micro-batches are small. Alone they would not be.
+    During the search for that size, and for the samples that guests leave, micro-batches are small. Alone they
+    would not be.
     """
 
     def __init__(self) -> None:
         self._steps: deque[dict[int, tuple[int, float]]] = deque([{}], maxlen=RECENT_STEPS)
 
     def add(self, samples: int, seconds: float) -> None:
-        """A micro-batch; sizes up to the same power of two are one."""
+        """Count a micro-batch. Sizes up to the same power of two are one group."""
         size, now = 1 << (samples - 1).bit_length(), self._steps[-1]
         count, total_s = now.get(size, (0, 0.0))
         now[size] = count + samples, total_s + seconds
@@ -37,7 +39,7 @@ class AloneRate:
 
     @property
     def sample_s(self) -> float | None:
-        """Over the last steps; None where nothing was computed."""
+        """Seconds per sample over the last steps; None if nothing was computed."""
         counts: dict[int, int] = {}
         seconds: dict[int, float] = {}
         for step in self._steps:
@@ -62,7 +64,7 @@ class Gain:
         self._block, self._in_block, self._block_size = (0.0, 0.0), 0, _BLOCK
 
     def add(self, speedup: float | None, step_s: float) -> None:
-        """Count a step; one whose speed-up is not known does not count."""
+        """Count a step, if its speed-up is known."""
         if speedup is None or step_s <= 0:
             return
         self._alone_s += speedup * step_s

@@ -1,6 +1,6 @@
-"""What a script gives to `run.steps`, looked at before anything is built: what cannot work is said in words.
+"""Checks the arguments of `run.steps` before anything is built, and explains what cannot work.
 
-Owns these checks. It knows torch's classes, and nothing of how a step goes.
+Owns these checks.
 """
 
 from __future__ import annotations
@@ -82,12 +82,33 @@ def check_optimizer(optimizer: Any, trained: Iterable[nn.Parameter]) -> None:
 
 
 def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
-    """What was frozen when the run began stays so: guests hold it fixed, and nobody averages its gradient."""
+    """Refuse a layer that was unfrozen after the run began: guests hold it fixed, and its gradient is not
+    averaged."""
     if any(p.requires_grad for p in frozen.values()):
         name = next(name for name, p in frozen.items() if p.requires_grad)
         raise LoopError(
             f"{name} was frozen when the training began, and is trained now",
-            hint="unfreeze it before run.steps(), with a learning rate of 0 until its time comes",
+            hint="unfreeze it before run.steps(), with a learning rate of 0 until you need it",
+        )
+
+
+def held(optimizer: torch.optim.Optimizer) -> int:
+    """How many parameters the optimizer has."""
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def check_added(optimizer: torch.optim.Optimizer, trained: Iterable[nn.Parameter]) -> None:
+    """Refuse parameters that were added to the optimizer after the run began: nobody clears, averages or sends
+    their gradients."""
+    ours = {id(p) for p in trained}
+    added = [
+        p for group in optimizer.param_groups for p in group["params"] if id(p) not in ours and p.requires_grad
+    ]
+    if added:
+        raise LoopError(
+            f"the optimizer was given {len(added)} more parameter{'s' if len(added) > 1 else ''} after the "
+            f"training began, the first of shape {tuple(added[0].shape)}",
+            hint="build all layers before run.steps(), with a learning rate of 0 until you need them",
         )
 
 
@@ -113,7 +134,7 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def as_number(name: str, value: Any) -> float | None:
-    """What run.log() was given: a number, or a tensor or array of one value; None if it is not finite."""
+    """The value given to run.log(): a number, or a tensor or array of one value; None if it is not finite."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError(value)

@@ -1,4 +1,4 @@
-"""The sum of several ranks' gradients: one all-reduce a step, in buckets. Owns nothing but that arithmetic."""
+"""Sums the gradients of several ranks: one all-reduce a step, in buckets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 BUCKET_BYTES = 32 << 20
-"""Gradients are joined up to this size: one all-reduce for each would cost more than its bytes."""
+"""Gradients are joined into buckets up to this size, because one all-reduce for each would cost more than its
+bytes."""
 IN_FLIGHT = 3
-"""Buckets under way at once; more would only hold more memory."""
+"""Buckets in flight; more would only use more memory."""
 
 
 def add_up(
@@ -22,8 +23,8 @@ def add_up(
     """Every rank's gradients become the ranks' sum; also, [totals + ranks] on the device, the sums of their
     `totals` and a 1 for each rank whose own gradient was not `finite`, a bool on the device.
 
-    `control` is a group for what is on the CPU: which parameters were used. One that only some ranks used gets
-    zeros on the others; one that nobody used stays without a gradient, as on one machine.
+    `control` is a group for what is on the CPU: which parameters were used. A parameter that only some ranks used
+    gets zeros on the others. One that no rank used stays without a gradient, as on one machine.
     """
     used = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8)
     dist.all_reduce(used, dist.ReduceOp.MAX, group=control)
@@ -74,5 +75,5 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def hashes(tensors: Sequence[Tensor]) -> Tensor:
-    """[tensors] int64 on the CPU: equal where every bit is, and hardly ever otherwise."""
+    """[tensors] int64 on the CPU: hashes of the tensors' bits."""
     return torch.stack([torch.hash_tensor(t.detach()).view(torch.int64) for t in tensors]).cpu()

@@ -1,6 +1,6 @@
-"""The training loop on a guest: leases computed in the user's own loop body, contributions sent away.
+"""The training loop on a guest: computes leases in the user's loop body and sends contributions.
 
-Owns when a lease is cut short and when the gradient leaves. It steps no optimizer: the weights are the host's.
+Decides when a lease is cut short and when the gradient is sent. It steps no optimizer: the host owns the weights.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import nn
 
 from potluck.errors import LoopError
 from potluck.hub.guest import GuestHub, RunOver
+from potluck.hub.guest_work import Work
+from potluck.hub.model_tensors import ModelTensors
 from potluck.hub.overlap import Overlap
 from potluck.hub.parity import sketch
-from potluck.hub.tensors import ModelTensors
-from potluck.hub.work import Work
 from potluck.spec.events import Delivered, GuestEnded, RunNote
 from potluck.train.context import RunContext
 from potluck.train.data import Loader, cloned, to_device
@@ -39,7 +39,7 @@ class GuestParts:
     tensors: ModelTensors
     hub: GuestHub
     loader: Loader | None
-    """Only where the data set is local."""
+    """Only if the data set is local."""
     micro: MicroBatch
 
 
@@ -59,7 +59,7 @@ class GuestTrainer:
         self._samples = 0
         self._seconds = 0.0
         self._ending = Ending(self._end)
-        parts.context.training_began(self._ending)
+        parts.context.loop.ends_by(self._ending)
 
     def steps(self) -> Iterator[Step]:
         log = self._p.context.log
@@ -97,7 +97,7 @@ class GuestTrainer:
         self._overlap.remove()
         if self._p.loader is not None:
             self._p.loader.close()
-        self._hub.close(reason, failed=bool(self._p.context.failure))
+        self._hub.close(reason, failed=bool(self._p.context.loop.failure))
         dropped = self._hub.dropped_samples
         ended = GuestEnded(samples=self._samples - dropped, compute_s=round(self._seconds, 3), dropped=dropped)
         self._p.context.log.emit(ended)
@@ -163,7 +163,7 @@ class GuestTrainer:
         )
 
     def _compute(self, step: Step, work: Work, batch: Any, size: int, *, last: bool) -> Iterator[Any]:
-        """One micro-batch in the user's hands, its forward gated by the weights that still arrive."""
+        """Give the user's loop one micro-batch, whose forward waits for weights that still arrive."""
         hub, device = self._hub, self._device
         hub.wait_for_pieces(work, self._overlap.up_front)
         self._overlap.computing(
@@ -188,7 +188,7 @@ class GuestTrainer:
         self._p.micro.record(samples, self._last_s, saved)
 
     def _too_late_for(self, work: Work, done: int, size: int, following: int) -> bool:
-        """Whether the micro-batch after this one would cost the host more waiting than computing it itself."""
+        """Whether waiting for the next micro-batch would cost the host more than computing it itself."""
         if not self._sample_s:
             return False
         elapsed = time.monotonic() - work.received
@@ -207,7 +207,7 @@ class GuestTrainer:
     # -- a check ----------------------------------------------------------------------------------------
 
     def _check(self, step: Step, work: Work) -> Iterator[Any]:
-        """The common batch, twice: once for the gradient that is compared, once for the time it takes."""
+        """Compute the common batch twice: once for the gradient to be compared, once to measure the time."""
         size = work.sizes[0]
         batch = self._fetch(work, 0)
         if batch is not None:
@@ -245,8 +245,8 @@ class GuestTrainer:
 def last_takes_s(work: Work, compute_s: float, *, gated: bool = False) -> float:
     """Seconds from the start of the last micro-batch to the contribution's arrival at the host.
 
-    Its backward cannot be shorter than the gradient's way; where it is the first one too (`gated`), its forward
-    not shorter than the way of the weights.
+    Its backward takes at least as long as sending the gradient. If it is also the first one (`gated`), its forward
+    takes at least as long as receiving the weights.
     """
     forward_s, backward_s = compute_s / 3, 2 * compute_s / 3
     if gated:

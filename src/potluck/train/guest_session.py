@@ -1,6 +1,6 @@
-"""The life of a run on a guest: connects to the host, runs what it sends until the run is over, leaves in order.
+"""The life of a run on a guest: connects to the host, runs its script until the run is over, and leaves in order.
 
-It needs no command line. It is given a view that is told what happens, and what runs the host's script.
+It needs no command line. Its caller passes a view for its messages and the function that runs the host's script.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from potluck.spec.events import RunEvent
 from potluck.spec.messages import HelloMessage
 from potluck.train.context import GUEST, RunContext
 from potluck.train.ending import GuestDone
-from potluck.train.events import EventLog
+from potluck.train.event_log import EventLog
 from potluck.train.launch import launched
 from potluck.train.telemetry import versions
 from potluck.wire.token import Token
@@ -30,7 +30,7 @@ from potluck.wire.token import Token
 RUN_FAILED = "failed"
 """The reason a host gives its guests when its training ended with an error."""
 ANSWER_S, CLOSED_S = 30.0, 3.0
-"""How long a host is waited for that does not answer, and one whose machine answers with a closed port."""
+"""How long to wait for a host that does not answer, and for one whose port is closed."""
 LEFT_ITS_LOOP = "its script left the loop"
 
 
@@ -63,9 +63,9 @@ def connect(
     """Join the run; returns the context of this guest's part, for `compute`.
 
     `wait_s` is the time for the host to answer; None: half a minute, but little where its port is closed, as it is
-    when the run has ended. From then on, the host may be unreachable for `give_up_s`.
-    `records` is the folder for flight records after a fault (default: the temporary folder).
-    `before_again` is called before a host that did not answer is tried again; what it raises ends this.
+    when the run has ended. From then on, the host may be unreachable for `give_up_s`. `records` is the folder for
+    flight records after a fault (default: the temporary folder). `before_again` is called before another attempt;
+    an exception of it ends this.
     """
     if records is None:  # all processes of this machine share the folder for temporary files
         recorder = Recorder(f"{name}-{os.getpid()}", Path(tempfile.gettempdir()), tell=view.recorded)
@@ -108,9 +108,9 @@ def compute(context: RunContext, work: Callable[[], None], view: GuestObserver) 
     try:
         with launched(context):
             work()
-        if not context.began:
+        if not context.loop.began:
             raise LoopError("the host's script ended without training", hint="does it reach run.steps()?")
-        context.end_training(LEFT_ITS_LOOP)
+        context.loop.end(LEFT_ITS_LOOP)
         view.ended("the script left its loop")
         link.recorder.discard()
         return LEFT_ITS_LOOP
@@ -120,7 +120,7 @@ def compute(context: RunContext, work: Callable[[], None], view: GuestObserver) 
             link.recorder.discard()
         return str(done)
     except KeyboardInterrupt:
-        context.end_training("stopped by the person there")
+        context.loop.end("stopped there with Ctrl-C")
         view.ended("left the run")
         if link.reached:  # else what was recorded of its loss is all that is known
             link.recorder.discard()
@@ -134,14 +134,14 @@ def compute(context: RunContext, work: Callable[[], None], view: GuestObserver) 
             _failed(context, _why(error), records=not isinstance(error, UserError))
         raise
     finally:
-        context.end_training(LEFT_ITS_LOOP)
+        context.loop.end(LEFT_ITS_LOOP)
         link.close("left")
         link.recorder.write(now=True)
         view.close()
 
 
 def _why(error: Exception) -> str:
-    """The failure as the host reports it: the script's own exception, not the ScriptError around it."""
+    """The failure for the host's log: the script's own exception, not the ScriptError around it."""
     cause = error.__cause__ if isinstance(error, ScriptError) and error.__cause__ is not None else error
     words = " ".join(str(cause).split())
     if isinstance(cause, PotluckError):
@@ -150,10 +150,11 @@ def _why(error: Exception) -> str:
 
 
 def _failed(context: RunContext, why: str, *, records: bool = False) -> None:
-    """Tell the host, whose user may be able to fix it. `records`: a bug is possible, so write a flight record."""
+    """Report a failure to the host, whose user may be able to fix it. `records`: also write a flight record,
+    because a bug is possible."""
     assert context.link is not None
-    context.failure = why[:200]
+    why = why[:200]
     if records:
-        context.link.recorder.fault(context.failure)
-    context.end_training(context.failure)
-    context.link.close(context.failure, failed=True)
+        context.link.recorder.fault(why)
+    context.loop.end(why, failed=True)
+    context.link.close(why, failed=True)

@@ -1,7 +1,6 @@
-"""The training loop on the host, and alone: micro-batches, the update, checkpoints, and the step's figures.
+"""The training loop on the host or alone: micro-batches, the update, checkpoints, and the step's figures.
 
-Owns the optimizer's step and what surrounds it. The hub knows who else computes: the loop is the
-same alone and with guests.
+Owns the optimizer's step. The loop is the same alone and with guests: only the hub knows about guests.
 """
 
 from __future__ import annotations
@@ -41,8 +40,9 @@ from potluck.train.update import Collected, Divisor, Update, later, own_norm, pr
 from potluck.train.update_hooks import UpdateHooks
 
 TURN_S = 0.0002
-"""How long Python's other threads may keep the one that feeds a device which queues its work. At Python's own 5 ms
-a GPU ran dry while contributions came: an H200 with 8 guests lost 33 % of its speed, with this 25 %."""
+"""How long other Python threads may delay the thread that feeds a device which queues its work. With Python's
+default of 5 ms a GPU ran out of work while contributions arrived: an H200 with 8 guests lost 33 % of its speed,
+with this value 25 %."""
 
 
 class HostTrainer:
@@ -62,6 +62,7 @@ class HostTrainer:
             trained=self._trained,
         )
         self._frozen = {n: t for n, t in parts.tensors.fixed.items() if isinstance(t, nn.Parameter)}
+        self._held = given.held(parts.optimizer)
         folder = parts.context.folder
         self._saves = Saving(parts, folder.checkpoints) if folder and not parts.options.by_trainer else None
         total = parts.loader.total_steps(parts.options.steps)
@@ -75,7 +76,7 @@ class HostTrainer:
         mark = None if ranks is None else lambda: RoundMark(self._device.mark(), ranks)
         self._flight = Flight(self._device, self._computed, mark)
         self._measuring = True
-        """Whether the micro-batch under way is timed by itself, and not as one of several in flight."""
+        """Whether the current micro-batch is timed alone, not as one of several in flight."""
         self._scheduling = Scheduling(parts.options.scheduler, parts.optimizer)
         self._step_update = Update(
             parts.optimizer, queues=bool(self._device.ahead) and not parts.options.by_trainer
@@ -84,34 +85,35 @@ class HostTrainer:
         self._buffer_places = BufferPlaces(parts.model)
         self._buffers: Buffers | None = None
         self._own_samples = 0  # what this process has computed of the step
+        self._own_share = 1.0  # and which part of it that was
         self._beginning: Beginning | None = None
-        self._waiting = Waiting(parts.context, None if parts.options.by_trainer else self._stop_if_asked)
+        self._waiting = Waiting(parts.context.loop, None if parts.options.by_trainer else self._stop_if_asked)
         self._checkpoint_due = False
         self._comparing = False
         self._divisor = Divisor()
         self._alike = contextlib.ExitStack()
-        """Open while a common batch is computed: what this thread has to put back and to let go of."""
+        """Open while a common batch is computed: what this thread must restore and release afterwards."""
         self._trains = parts.model.training and not parts.options.by_trainer
-        """Whether the script has the model in training mode, and nobody else puts it there."""
+        """Whether the script alone put the model into training mode."""
         self._loss: float | None = None
         self._first = self._done = parts.ledger.step
-        """The last step that is finished: in the update the ledger has closed one that may still fail."""
+        """The last finished step. During an update the ledger has already closed a step that may still fail."""
         self._returned = time.monotonic()  # when the script was given the last step back
         self._outside = self._returned, self._returned
         self._interrupted = self._abandoned = False
         self._last_save_failed: RunFolderError | NonFiniteError | None = None
-        """Set where the loop was left and what it ended with could not be saved."""
+        """The failure to save at the end of a loop that was left."""
         self._ending = Ending(self._end)
         self._hooks = UpdateHooks(
             parts.optimizer, hub.updating, over=lambda: self._ending.over, by_trainer=parts.options.by_trainer
         )
-        parts.context.training_began(self._ending)
-        parts.context.steps_done = lambda: parts.ledger.step
+        parts.context.loop.ends_by(self._ending)
+        parts.context.loop.steps_done = lambda: parts.ledger.step
 
     # -- the run ----------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[Step]:
-        """One Step after the other, until the run is over; whatever happens, everybody is told and sent home."""
+        """Yield one Step after the other until the run is over. In any case the guests are told of the end."""
         loop = self._steps()
         if self._p.context.folder is None:  # one with a folder is closed by its session
             self._ending.close_at_exit(loop)
@@ -143,7 +145,7 @@ class HostTrainer:
                 self._ending.now(reason)
 
     def _next_step(self) -> Step | None:
-        """None where there is nothing left to do."""
+        """None if there is nothing left to do."""
         if self._hooks.waiting:
             raise LoopError(
                 f"the trainer did not step its optimizer after step {self._p.ledger.step}",
@@ -151,6 +153,7 @@ class HostTrainer:
             )
         options, ledger, loader = self._p.options, self._p.ledger, self._p.loader
         before = time.monotonic()
+        self._cut()
         samples = None
         if not (enough := options.steps is not None and ledger.step >= options.steps):
             if self._saves is not None and loader.waits:
@@ -184,7 +187,7 @@ class HostTrainer:
             self._returned += time.monotonic() - before  # it may have read a batch: not the script's time
 
     def _left(self) -> None:
-        """Save what is whole now: what the script does next with the weights is not part of the run."""
+        """Save the last complete step now: what the script does next with the weights is not part of the run."""
         if self._ending.over:
             return
         self._flight.finish()
@@ -197,9 +200,9 @@ class HostTrainer:
         self._ending.soon("finished")
 
     def _end(self, reason: str) -> None:
-        """Save, send everybody home and close the log's last line."""
+        """Save, end the guests and write the log's last line."""
         self._alike.close()  # after a failure in a common batch a reader may still wait
-        if self._interrupted or (self._p.options.by_trainer and self._p.context.stop_requested()):
+        if self._interrupted or (self._p.options.by_trainer and self._p.context.loop.stop_requested()):
             reason = "interrupted"
         try:
             try:
@@ -223,7 +226,7 @@ class HostTrainer:
                 self._telemetry.ended(self._done, self._loss, reason)
 
     def _save_last(self, reason: str) -> None:
-        """What the run ends with. Until now a save that failed could be tried again: this one cannot."""
+        """Save at the end of the run. An earlier save that failed could be repeated; this one cannot."""
         if self._saves is None:
             return
         if self._last_save_failed is not None:
@@ -234,7 +237,7 @@ class HostTrainer:
             self._saves.finish()
 
     def _tell_last_step(self, *, failed: bool) -> None:
-        """Its update may still be under way. After a failure neither the device nor other ranks may ever answer."""
+        """The update may be unfinished. After a failure, the device or other ranks may never answer."""
         if not failed:
             self._flight.finish()
         elif self._ranks is None:
@@ -262,16 +265,29 @@ class HostTrainer:
             if self._ranks is None:  # what was trained before is saved as when the run is stopped
                 self._abandon()
             raise
+        self._own_share = self._own_samples / self._p.ledger.global_batch
         self._update(step)
         self._returned = time.monotonic()
 
+    def _cut(self) -> None:
+        """Tell worker processes what this machine will compute at once of the steps that they read from now on."""
+        micro, loader, alone = self._p.micro, self._p.loader, isinstance(self._hub, AloneHub)
+        size = 0 if micro.searching else micro.size()
+        micro.lag = loader.cut_ahead * -(-micro.limit // size) if size else 0
+        least, share = self._p.least.micro_batch, 1.0 if alone else self._own_share
+        loader.cut(size, least=least, share=share, anyhow=not alone)
+
+    def _made(self) -> int:
+        """How many samples at the front of the pool a worker process has collated together."""
+        return self._p.loader.made_at(self._p.ledger.front)
+
     def _share(self, step: Step) -> Iterator[Any]:
-        """What this machine computes of the step."""
-        before = time.monotonic()
+        """This machine's part of the step."""
+        before, loader = time.monotonic(), self._p.loader
         with self._waiting:
-            self._p.loader.ready()
+            loader.ready()
         self._data.before_s += time.monotonic() - before
-        self._data.restarted = self._p.loader.restarted
+        self._data.restarted = loader.restarted
         self._device.at_step(step.index + 1)
         if self._ranks is not None:
             self._ranks.begin_step(step.index, step.epoch or 0, ends_epoch=step.ends_epoch)
@@ -281,7 +297,7 @@ class HostTrainer:
         while True:
             self._stop_if_asked()
             self._stop_if_bad()
-            positions, common = self._hub.take(self._p.micro.size() * self._width, self._busy)
+            positions, common = self._hub.take(self._p.micro.size() * self._width, self._busy, self._made)
             if not positions:
                 break
             began = time.monotonic()
@@ -305,23 +321,24 @@ class HostTrainer:
         return batch
 
     def _head_start_s(self) -> float:
-        """What guests have beyond the time of this machine's own samples: see `Stepping.begin`.
+        """Extra time of the guests beyond this machine's own samples: see `Stepping.begin`.
 
-        A device that still has work when the last contribution comes starts the next step without a pause.
+        A device that still has work when the last contribution arrives starts the next step without a pause.
         """
         if not self._device.ahead or self._ranks is not None:
             return 0.0
         return self._flight.ahead_of_s(self._p.micro.size(), self._hub.host_sample_s() or 0.0)
 
     def _busy(self) -> bool:
-        """Whether this machine's own device still computes what it was given."""
+        """Whether this machine's own device has unfinished work."""
         if self._ranks is None or not self._flight.busy:
             return self._flight.busy
         self._finish()
         return False
 
     def _dealt(self, positions: tuple[int, ...], check: bool) -> tuple[int, ...]:
-        """Give the other ranks their parts of a round; this one's. A common batch is this rank's alone."""
+        """Give the other ranks their parts of a round, and return this rank's. This rank computes a common batch
+        alone."""
         assert self._ranks is not None
         if not check:
             return self._ranks.deal(positions, self._hub.samples_of, self._p.least.micro_batch)
@@ -329,7 +346,7 @@ class HostTrainer:
         return positions
 
     def _sizes(self, positions: tuple[int, ...], check: bool) -> list[int]:
-        """How many of these each rank computes, where it has any."""
+        """How many of these samples each rank computes, if any."""
         if self._ranks is None or check:
             return [len(positions)]
         return [len(part) for part in shares(positions, self._width, self._p.least.micro_batch) if part]
@@ -341,7 +358,7 @@ class HostTrainer:
         self._flight.finish()
 
     def _begin(self, samples: int) -> None:
-        """A micro-batch begins; while sizes are tried, none is queued behind another."""
+        """Begin a micro-batch. While sizes are tried, none is queued behind another."""
         self._measuring = self._p.micro.searching or not self._device.ahead
         if not self._measuring:
             return
@@ -363,7 +380,7 @@ class HostTrainer:
         self._p.micro.record(samples, seconds, saved)
 
     def _hand_out(self, step: Step, batch: Any, samples: int) -> Iterator[Any]:
-        """One micro-batch in the user's hands."""
+        """Give the user's loop one micro-batch."""
         step.hand_out(samples)
         self._begin(samples)
         rates = self._scheduling.rates()
@@ -375,10 +392,10 @@ class HostTrainer:
     # -- a parity check ---------------------------------------------------------------------------------
 
     def _common(self, step: Step, positions: tuple[int, ...], common: CommonBatch) -> Generator[Any, None, float]:
-        """A micro-batch on which guests are checked, as a rule the step's first; returns when it began.
+        """Compute a micro-batch on which guests are checked, usually the step's first. Returns when it began.
 
-        Its random numbers are those that the guests will draw, and this machine's own stream then continues as if
-        there had been none. They are drawn by this thread alone: where reading samples draws some, nobody reads.
+        Its random numbers are those that the guests will draw; this machine's generators then continue as before.
+        While it runs, no other thread reads samples, because reading may draw random numbers.
         """
         assert not isinstance(self._hub, AloneHub)
         before = digests(self._device)
@@ -406,23 +423,29 @@ class HostTrainer:
                 items=step.items(),
                 random=random,
                 second=second,
+                uncoded=common.twice is not None and second is None,
                 reseeded=common.twice or frozenset(),
             )
         self._hub.check_computed(positions, reference, packed)
         return began
 
-    def _uncounted(self, step: Step, batch: Any, samples: int, common: CommonBatch) -> Generator[Any, None, Sketch]:
-        """The common batch at the weights as guests hold them, with other random numbers where theirs are others.
+    def _uncounted(
+        self, step: Step, batch: Any, samples: int, common: CommonBatch
+    ) -> Generator[Any, None, Sketch | None]:
+        """Compute the common batch at the weights that guests hold, with other random numbers for the generators
+        that differed.
 
-        It leaves no trace.
+        It leaves no trace. None: these weights are not known yet.
         """
         assert not isinstance(self._hub, AloneHub)
         self._finish()
         beginning = Beginning(self._device, Buffers(self._buffer_places))
         seed(self._device, common.seed, otherwise=common.twice or frozenset())
-        with self._hub.replica_in_place():
-            yield from self._hand_out(step, to_device(batch, self._device), samples)
-            made = self._sketch(step, samples)
+        made = None
+        with self._hub.replica_in_place() as held:
+            if held:
+                yield from self._hand_out(step, to_device(batch, self._device), samples)
+                made = self._sketch(step, samples)
         for parameter in self._trained:
             parameter.grad = None
         step.reset_loss()
@@ -430,14 +453,14 @@ class HostTrainer:
         return made
 
     def _sketch(self, step: Step, samples: int) -> Sketch:
-        """Of a common batch: all that has been summed so far is its gradient and its loss."""
+        """Report a common batch: everything summed so far is its gradient and its loss."""
         gradients, sizes = [p.grad for p in self._trained], [p.numel() for p in self._trained]
         return sketch(gradients, sizes, step.mean_loss(samples))
 
     # -- the update -------------------------------------------------------------------------------------
 
     def _update(self, step: Step) -> None:
-        """The weights' update, behind what the device has been given; what it came to is told when it is done."""
+        """Queue the weights' update on the device. Its result is reported when it is finished."""
         if self._trains and not self._p.model.training:
             self._trains = False
             text = f"step {step.number} was computed with the model in evaluation mode, unlike those before"
@@ -452,11 +475,13 @@ class HostTrainer:
         self._updated(collected)
 
     def _collect(self, step: Step) -> Collected:
-        """End the step with everybody: its mean gradient is in `.grad`."""
+        """End the step on all machines. Then its mean gradient is in `.grad`."""
         at = time.monotonic()
         if self._ranks is not None:
             self._finish()
         given.check_frozen(self._frozen)
+        if given.held(self._p.optimizer) != self._held:
+            given.check_added(self._p.optimizer, self._trained)
         # Before the guests' parts are added to it: they are measured by it.
         own = own_norm(self._trained) if self._hub.judges() else None
         whole = self._p.ledger.global_batch
@@ -497,7 +522,7 @@ class HostTrainer:
         self._hooks.leave_to_trainer(updated)
 
     def _updated(self, collected: Collected) -> None:
-        """Tell of a step whose update has been given to the device."""
+        """Report a step whose update was queued on the device."""
         step, result, divisor = collected.step, collected.result, collected.divisor
         norm, own, finite, total = collected.norm, collected.own, collected.finite, collected.total
         guests_loss, samples = result.guests_loss_sum, self._own_samples
@@ -545,7 +570,7 @@ class HostTrainer:
             self._stop_if_bad()
 
     def _judge(self, facts: StepFacts, samples: int, *, applied: bool) -> None:
-        """What became of a step's update: in the log if it was not made. `samples`: of this machine's own part."""
+        """Handle the result of a step's update, and log it if it was not applied. `samples`: this machine's own."""
         if applied:
             self._bad.good()
         else:
@@ -556,7 +581,7 @@ class HostTrainer:
             self._hub.judged(facts.step - 1, norm, samples, applied=applied)
 
     def _stop_if_bad(self) -> None:
-        """End the run when too many steps in a row were not applied: it does not come right by itself."""
+        """End the run after too many steps in a row that were not applied: it will not recover by itself."""
         if (why := self._bad.enough) is not None:
             raise self._not_finite(why)
 
@@ -572,7 +597,8 @@ class HostTrainer:
         return NonFiniteError(what, hint=again, step=self._done)
 
     def _sum_of_ranks(self, step: Step, guests: StepResult, samples: int) -> Tensor:
-        """All ranks' gradients, with the guests' that are in this rank's, on every rank; their summed totals."""
+        """Sum the gradients of all ranks (this rank's include the guests') on every rank. Returns the summed
+        totals."""
         assert self._ranks is not None
         every = self._p.context.config.check_replica_every
         self._comparing = every > 0 and (step.index + 1) % every == 0
@@ -590,8 +616,8 @@ class HostTrainer:
     # -- stopping and saving ----------------------------------------------------------------------------
 
     def _stop_if_asked(self) -> None:
-        """A trainer saves by itself: it ends after the step."""
-        if self._p.context.stop_requested() and not self._p.options.by_trainer:
+        """A trainer saves by itself, so this ends after the step."""
+        if self._p.context.loop.stop_requested() and not self._p.options.by_trainer:
             if self._ranks is not None:
                 self._finish()
                 # torchrun also asks us to stop when a rank has died: that rank will not hear this.
@@ -601,14 +627,14 @@ class HostTrainer:
             raise self._p.context.interruption
 
     def _abandon(self) -> None:
-        """Leave no trace of the step under way: a resumed run begins it again, from the same random numbers."""
+        """Undo the current step: a resumed run begins it again with the same random numbers."""
         if self._beginning is not None:
             self._beginning.undo()
         self._abandoned = True
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
-        """What is not finite is not saved: the error says how to go on."""
+        """The error if values that are not finite were not saved; it says how to resume."""
         try:
             yield
         except NonFiniteError as error:

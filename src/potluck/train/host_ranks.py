@@ -1,10 +1,10 @@
-"""Several GPUs in the host: the processes that torchrun started on this machine, as one host.
+"""Several GPUs in the host: makes one host of the processes that torchrun started on this machine.
 
-Owns how these ranks find each other, what rank 0 tells the others, and the sum of their gradients. It knows no hub,
-no guest and no training loop: rank 0's is `host_loop`, the others' is `rank_loop`.
+Owns how these ranks find each other, what rank 0 tells the others, and the sum of their gradients. Rank 0's loop is
+`host_loop`, the others' is `rank_loop`.
 
-A step, as rank 0 (the host) orders it: STEP, then WORK for all ranks until the samples are used up, then UPDATE.
-Orders and answers go over gloo, beside the devices; gradients over NCCL where every rank has a GPU of its own.
+For a step, rank 0 (the host) sends STEP, then WORK for all ranks until all samples are computed, then UPDATE.
+Orders and answers use gloo; gradients use NCCL if every rank has its own GPU.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from potluck import checked
+from potluck.bounds import Natural, Text
 from potluck.device import Mark
 from potluck.errors import ConfigError, LoopError, RankGoneError
 from potluck.train import gradient_sum
@@ -40,28 +41,29 @@ STEP, WORK, LAND, UPDATE, END = range(1, 6)
 PATIENCE_S = 1800.0
 """Rank 0 waits this long for another rank. A first micro-batch may have to be compiled."""
 FOREVER = timedelta(days=30)
-"""The others wait for rank 0 while it evaluates or waits for guests. Its end they see from the connection."""
+"""The others wait this long for rank 0, which may evaluate or wait for guests. They detect its end by the
+connection."""
 GOODBYE_S = 10.0
 NOTICE_S = 1.0
 """A connection breaks a moment before the process at its other end counts as ended."""
 LOOK_S = 0.5
 GRACE_S = 20.0
-"""From the end of torchrun to the end of a rank that does not heed it."""
+"""Time from the end of torchrun to the forced end of a rank that ignores it."""
 _TAG = 7
 _HINT = "its last output is above; continue from the last checkpoint with --resume"
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 wants to know of every rank before the first step."""
+    """What every rank reports to rank 0 before the first step."""
 
-    model: str
+    model: Text
     """Digest of the model's structure."""
-    samples: int | None
-    free_bytes: int | None
+    samples: Natural | None
+    free_bytes: Natural | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """Which of the host's ranks this process is."""
 
     rank: int
@@ -70,13 +72,13 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """Rank 0 is the host: it has the run folder, the guests, the checkpoints and the voice."""
+        """Rank 0 is the host: it has the run folder, the guests, the checkpoints and the output."""
         return self.rank == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What rank 0 wants next."""
+    """Rank 0's next order."""
 
     what: int
     number: int = 0
@@ -89,8 +91,8 @@ class RankDone(SystemExit):
     """The training is over: only rank 0 runs the rest of the script. Uncaught, it ends this process well."""
 
 
-def place(environ: Mapping[str, str] | None = None) -> Place | None:
-    """This process's place, as torchrun says it; None where it is the host's only process."""
+def place(environ: Mapping[str, str] | None = None) -> RankPlace | None:
+    """This process's place, from torchrun's variables; None if it is the host's only process."""
     given = os.environ if environ is None else environ
     try:
         world = int(given.get("WORLD_SIZE", "1"))
@@ -107,10 +109,10 @@ def place(environ: Mapping[str, str] | None = None) -> Place | None:
             f"torchrun started {world} ranks on several machines, {on_this_machine} of them here",
             hint="a host is one machine: start torchrun there with --nnodes 1; the other machines join as guests",
         )
-    return Place(rank=rank, world=world, local_rank=local_rank)
+    return RankPlace(rank=rank, world=world, local_rank=local_rank)
 
 
-def form(where: Place, *, nccl: bool) -> Ranks:
+def form(where: RankPlace, *, nccl: bool) -> Ranks:
     """Meet the other ranks. A process group that the script has made already is used and left alone."""
     ours = not dist.is_initialized()
     if ours:
@@ -130,7 +132,7 @@ def form(where: Place, *, nccl: bool) -> Ranks:
 
 
 def _end_with_parent() -> None:
-    """torchrun killed outright ends nobody: then each rank asks itself to end, and makes sure of it."""
+    """End this rank when torchrun was killed, because torchrun then ends nobody."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -151,9 +153,9 @@ def _lives(pid: int) -> bool:
 
 
 class Ranks:
-    """The host's ranks, seen from one of them. Used by the training thread."""
+    """The host's ranks, from the view of one of them. Used by the training thread."""
 
-    def __init__(self, where: Place, *, control: Any, sums: Any, ours: bool, pids: Sequence[int] = ()) -> None:
+    def __init__(self, where: RankPlace, *, control: Any, sums: Any, ours: bool, pids: Sequence[int] = ()) -> None:
         self.place = where
         self.world = where.world
         self._control, self._sums, self._ours = control, sums, ours
@@ -165,7 +167,7 @@ class Ranks:
     # -- rank 0 -----------------------------------------------------------------------------------------
 
     def introduce(self, checkpoint: str | None) -> list[RankReady]:
-        """Tell the others where the training begins; what each of them says of itself when it is ready."""
+        """Tell the others where the training begins. Returns each rank's report when it is ready."""
         for rank in self._others:
             self._send_words(rank, checkpoint or "")
         return [self._receive_words(rank, RankReady) for rank in self._others]
@@ -177,24 +179,24 @@ class Ranks:
     def deal(
         self, positions: Sequence[int], samples_of: Callable[[Sequence[int]], list[int]], least: int = 1
     ) -> tuple[int, ...]:
-        """Give every rank its part of a round; rank 0's own is returned, and never smaller than another's."""
+        """Give every rank its part of a round. Returns rank 0's part, which is never smaller than another's."""
         parts = shares(positions, self.world, least)
         for rank in self._others:
             self._order(rank, WORK, samples=samples_of(parts[rank]))
         return parts[0]
 
     def deal_nothing(self) -> None:
-        """A round that is rank 0's alone; the others count it, so that all have as much in flight."""
+        """A round of rank 0 alone. The others count it, so that all have the same number in flight."""
         for rank in self._others:
             self._order(rank, WORK)
 
     def land(self) -> None:
-        """Have the others finish what they were given; only where their devices queue."""
+        """Let the others finish their work; only needed if their devices queue."""
         for rank in self._others:
             self._order(rank, LAND)
 
     def landed(self) -> None:
-        """Until every rank has computed its part of the oldest round that is out."""
+        """Wait until every rank has computed its part of the oldest unfinished round."""
         for rank in self._others:
             self._receive(torch.empty(1, dtype=torch.int64), rank)
 
@@ -204,7 +206,8 @@ class Ranks:
             self._order(rank, UPDATE, int(compare), samples=(samples,))
 
     def compare_weights(self, names: Sequence[str], trained: Sequence[nn.Parameter], step: int) -> None:
-        """After an update that said so: an error names what differs from rank 0's weights, and where."""
+        """Compare weights after an update that requests it. The error names what differs from rank 0's weights, and
+        on which rank."""
         own = gradient_sum.hashes(trained)
         for rank in self._others:
             theirs = self._receive(torch.empty_like(own), rank)
@@ -218,7 +221,8 @@ class Ranks:
                 )
 
     def end(self, *, strict: bool = False) -> None:
-        """Send the others home. With `strict`, an error says who was not there to hear it."""
+        """Tell the others that the training is over. With `strict`, an error names the ranks that could not be
+        told."""
         if self._ended:
             return
         self._ended = True
@@ -231,14 +235,14 @@ class Ranks:
     # -- the others -------------------------------------------------------------------------------------
 
     def meet(self) -> str | None:
-        """The checkpoint that the training resumes from, as rank 0 says."""
+        """The checkpoint that rank 0 resumes from."""
         return self._receive_words(0, str) or None
 
     def answer(self, about: RankReady) -> None:
         self._send_words(0, about)
 
     def order(self) -> Order:
-        """Wait for what rank 0 wants next."""
+        """Wait for rank 0's next order."""
         what, number, count = self._receive(torch.empty(3, dtype=torch.int64), 0).tolist()
         samples = self._receive(torch.empty(count, dtype=torch.int64), 0).tolist() if count else ()
         if what == END:
@@ -256,7 +260,7 @@ class Ranks:
     # -- everybody together -----------------------------------------------------------------------------
 
     def equalize(self, tensors: Sequence[Tensor]) -> None:
-        """Everybody takes rank 0's values."""
+        """Copy rank 0's values to all ranks."""
         with self._together(), torch.no_grad():
             for tensor in tensors:
                 values = tensor.detach().contiguous()
@@ -275,7 +279,7 @@ class Ranks:
             return gradient_sum.add_up(trained, totals, finite=finite, sums=self._sums, control=self._control)
 
     def agree(self, finite: Tensor) -> Tensor:
-        """Whether it is so on every rank, a bool on the device: all make an update, or none does."""
+        """Whether this is true on every rank, as a bool on the device: either all ranks update or none does."""
         with self._together():
             doubts = (~finite).float().reshape(1)
             dist.all_reduce(doubts, dist.ReduceOp.MAX, group=self._sums)
@@ -289,7 +293,7 @@ class Ranks:
             self._send(rank, torch.tensor(list(samples), dtype=torch.int64))
 
     def _send(self, rank: int, values: Tensor) -> None:
-        """Nobody waits here unless the last messages were not taken."""
+        """Waits only if the last messages were not received."""
         while len(self._sending) > 4 * self.world:
             self._sent_oldest(PATIENCE_S)
         with self._together(rank):
@@ -324,7 +328,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def _together(self, rank: int | None = None) -> Iterator[None]:
-        """What torch says of a connection that broke or a wait that was too long is told as whose it was."""
+        """Turn torch's errors about broken connections and timeouts into errors that name the rank."""
         try:
             yield
         except RuntimeError as error:
@@ -347,7 +351,7 @@ class Ranks:
 
 
 class RoundMark(Mark):
-    """Passed when rank 0's own device and every other rank have computed a round."""
+    """A mark that is reached when rank 0's own device and every other rank have computed a round."""
 
     def __init__(self, own: Mark, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
@@ -361,7 +365,8 @@ class RoundMark(Mark):
 
 
 def shares(positions: Sequence[int], world: int, least: int = 1) -> list[tuple[int, ...]]:
-    """Parts as equal as can be, the larger ones first; some are empty where `least` for each would be too many."""
+    """Parts as equal as possible, the larger ones first. Some are empty if there are too few samples for `least`
+    each."""
     parts = min(world, max(1, len(positions) // least))
     ends = [-(-len(positions) * min(part, parts) // parts) for part in range(world + 1)]
     return [tuple(positions[start:stop]) for start, stop in itertools.pairwise(ends)]

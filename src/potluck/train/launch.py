@@ -1,39 +1,33 @@
-"""How this process was started: the run that a command opened in it before it ran the user's script.
+"""The run that a command opened in this process before it ran the user's script or a recipe.
 
-Owns the one process-wide value, which never changes while it is set. `start()` reads it. Without it the process
-was started by plain Python.
+Owns the one process-wide value, which never changes while it is set. `start()` returns its run; without it, plain
+Python started the process.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, redirect_stdout
 
-from potluck.train.context import RunContext
+from potluck.train.context import RANK, RunContext
 
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """The role of this process, and the run that its script is part of."""
-
-    role: str
-    context: RunContext
+_launched: RunContext | None = None
 
 
-_launch: Launch | None = None
-
-
-def current() -> Launch | None:
-    return _launch
+def current() -> RunContext | None:
+    return _launched
 
 
 @contextmanager
 def launched(context: RunContext) -> Iterator[None]:
-    """Inside, `start()` returns this run."""
-    global _launch
-    before, _launch = _launch, Launch(context.role, context)
+    """Inside, `start()` returns this run. Ranks other than rank 0 print nothing."""
+    global _launched
+    before, _launched = _launched, context
     try:
-        yield
+        with ExitStack() as stack:
+            if context.role == RANK:
+                stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+            yield
     finally:
-        _launch = before
+        _launched = before

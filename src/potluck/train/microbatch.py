@@ -1,11 +1,12 @@
-"""How many samples this machine computes at once: given, or found by doubling while it pays and fits.
+"""How many samples this machine computes at once: given, or found by doubling while it is faster and fits.
 
-On a busy machine the search can end too early. So the neighbours of the size in use are compared with it again, now
-and then, at a bounded cost.
+On a busy machine the search can end too early. So half and twice the size are compared with it again occasionally,
+at a bounded cost.
 
-Where a model has batch statistics, as many as fit: there a second micro-batch costs learning, whatever its speed.
+For a model with batch statistics it is as many as fit, because a second micro-batch makes it learn worse, whatever
+the speed.
 
-PURE apart from its measurements, which are handed in. It knows no device and no loop.
+PURE: measurements are arguments.
 """
 
 from __future__ import annotations
@@ -17,57 +18,61 @@ from statistics import fmean
 from potluck.spec.config import MEMORY_PART, MOST_MICRO_BATCH
 
 WORTH = 0.95
-"""A doubling must bring the time a sample takes to this part of it, or the search is over."""
+"""A doubling must reduce the time per sample to this part of it, or the search is over."""
 SAME = 1.03
-"""Sizes within this factor of the best are as good: the largest of them is taken, it overlaps best."""
+"""Sizes within this factor of the best are equally good. The largest of them is chosen, because it overlaps
+best."""
 TRIALS = 2
 """Measurements of each size; the fastest counts."""
 BRIEF_S, BRIEF_TRIALS = 0.01, 8
-"""A micro-batch shorter than this is measured so often: on a busy machine other programs take as long a turn. With
-two trials of 1 ms, a model of 4 ms a step settled at 2 samples instead of 32, and a step took 25 ms."""
+"""A micro-batch shorter than this is measured this often, because on a busy machine other programs run that long at
+a time. With two trials of 1 ms, a model of 4 ms a step settled at 2 samples instead of 32, and a step took 25
+ms."""
 SHORT_S, CLEARLY_WORSE = 0.02, 2.0
-"""A micro-batch shorter than this is doubled unless that makes a sample take so many times as long. Nothing is
-gained by cutting it finer, and samples of unequal length mislead any number of trials: a model with batches of 32
-sentences settled at 4, and its loop took 2.4 to 6.9 times as long as a plain one."""
+"""A micro-batch shorter than this is doubled unless the time per sample then grows by this factor. A smaller one
+gains nothing, and samples of unequal length mislead any number of trials: a model with batches of 32 sentences
+settled at 4, and its loop took 2.4 to 6.9 times as long as a plain one."""
 MISSES = 8
-"""After so many micro-batches in a row of another size (half, or larger) the search ends."""
+"""After this many micro-batches in a row of another size (half, or larger) the search ends."""
 FIRST_OF_MANY = 8
-"""The first micro-batch of a model with batch statistics: it tells what a sample takes of the memory, and the
-second has all that fit. More could be too much for a small device before anything is known."""
+"""The first micro-batch of a model with batch statistics: it shows how much memory a sample takes, and the second
+one has all that fit. A larger first one could be too much for a small device."""
 
 REVIEW_TRIALS = 4
-"""Measurements of each of the two sizes that a review compares, in turns; the fastest counts."""
+"""Alternating measurements of each of the two sizes that a review compares; the fastest counts."""
 FASTER = 0.97
 """A review changes the size if a sample then takes at most this part of its time."""
 FIRST_REVIEW, LAST_REVIEW, REVIEW_S = 32, 2048, 2.0
-"""Micro-batches between two reviews: at first, and at most after doubling with each that changed nothing. And at
-least so many seconds of computing."""
+"""Micro-batches between two reviews: initially, and at most, after doubling with each review that changed nothing.
+Also the least seconds of computing between them."""
 REVIEW_PART = 0.01
-"""Of the time computed, reviews may cost this part: the next one waits until they do not."""
+"""Reviews may cost this part of the computing time; the next one waits until they are below it."""
 
 
 @dataclass(slots=True)
 class Review:
-    """Compares the size in use with twice or half of it, and says which to use from then on."""
+    """Compares the current size with twice or half of it, and says which to use from then on."""
 
     now: int
-    """The size in use."""
+    """The current size."""
     _other: int | None = None
     _trials: dict[int, list[float]] = field(default_factory=dict)
+    lag: int = 0
+    """See `MicroBatch`."""
     _larger: bool = True
     """Whether the next review tries the larger neighbour."""
     _every: int = FIRST_REVIEW
     _since: int = 0
     _since_s: float = 0.0
     _shortest_s: float = math.inf
-    """Of the micro-batches since the last review: on a busy machine one alone says little."""
+    """Times of the micro-batches since the last review: on a busy machine a single one says little."""
     _computed_s: float = 0.0
     _cost_s: float = 0.0
-    """Seconds that reviews have taken beyond the same samples at the size in use."""
+    """Seconds that reviews took more than the same samples at the current size."""
     _missed: int = 0
 
     def size(self) -> int:
-        """What to compute next: in a review, the size that was measured less often."""
+        """The size to compute next: in a review, the one that was measured less often."""
         if self._other is None or len(self._trials[self._other]) > len(self._trials[self.now]):
             return self.now
         return self._other
@@ -101,7 +106,7 @@ class Review:
         near = next((of for of in sorted(self._trials) if of / 2 < size <= of), None)
         if near is None or len(self._trials[near]) >= MISSES:  # a share that the other size never fits into
             self._missed += 1
-            if self._missed >= MISSES:
+            if self._missed >= MISSES + self.lag:
                 self._other = None
             return
         self._trials[near].append(seconds / size)
@@ -124,14 +129,16 @@ class MicroBatch:
     fixed: int | None = None
     """The size that was asked for."""
     limit: int = 64
-    """No larger than this, whatever it would bring."""
+    """The largest size, even if a larger one would be faster."""
     free_bytes: int | None = None
     """The device's free memory before the first micro-batch."""
     settled: int | None = None
     statistics: bool = False
     """The model normalises over the batch: no single sample, and as many at once as fit."""
     reviews: bool = False
-    """Whether the size that was found is compared with others later."""
+    """Whether the found size is reviewed later."""
+    lag: int = 0
+    """Micro-batches that are already cut when another size is asked for."""
     _now: int = 2
     _seconds: dict[int, list[float]] = field(default_factory=dict)
     _bytes_per_sample: float = 0.0
@@ -148,7 +155,7 @@ class MicroBatch:
         return max(2, size) if self.statistics else size
 
     def most(self) -> int:
-        """The largest size that fits, where a large one hides more of the network than it costs."""
+        """The largest size that fits, if a large one hides more transfer time than it costs."""
         if self.fixed is not None or self.free_bytes is None or not self._bytes_per_sample:
             return self.size()
         return max(self.size(), min(MOST_MICRO_BATCH, self._fitting()))
@@ -191,19 +198,20 @@ class MicroBatch:
             return
         if self._review is None:
             self._review = Review(self.settled)
+        self._review.lag = self.lag
         most = self.limit if self._fits(self.limit) else self._fitting()
         self._review.record(size, seconds, most)
         self.settled = self._review.now
 
     def stop(self) -> None:
-        """End the search with what is known now."""
+        """End the search with the present measurements."""
         if self.searching and self._seconds:
             self._settle()
         elif self.searching:
             self.settled = self._now
 
     def _all_that_fit(self) -> None:
-        """Go to the largest size that fits; beyond MOST_MICRO_BATCH only if the search finds that faster."""
+        """Use the largest size that fits; above MOST_MICRO_BATCH only if the search finds it faster."""
         most = min(self.limit, MOST_MICRO_BATCH)
         if self.free_bytes is not None and self._bytes_per_sample:
             most = min(most, self._fitting())
@@ -222,7 +230,8 @@ class MicroBatch:
             self._settle()
 
     def _settle(self) -> None:
-        """The largest size that is as good as the best one measured; a short one, that is not clearly worse."""
+        """The largest size that is as good as the best one measured; among short ones, the largest that is not
+        clearly worse."""
         best = {size: min(trials) for size, trials in self._seconds.items()}
         fastest = min(best.values())
         self.settled = max(
@@ -232,7 +241,7 @@ class MicroBatch:
         )
 
     def _fitting(self) -> int:
-        """The largest size by the memory that was free, and by what a sample took of it."""
+        """The largest size, from the free memory and the memory per sample."""
         assert self.free_bytes is not None
         return int(MEMORY_PART * self.free_bytes / self._bytes_per_sample)
 

@@ -1,4 +1,4 @@
-"""Owns how the state of optimizers, schedulers and random generators becomes JSON and named tensors.
+"""Owns how the state of optimizers, schedulers and random generators is converted to JSON and named tensors.
 
 The caller stores the JSON and the tensors.
 
@@ -14,12 +14,14 @@ import random
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
+from potluck.bounds import Finite, Named, Natural, Text
 from potluck.errors import UserError
 
 # What both torch and the safetensors format know; complex128 and quantised numbers are not among them.
@@ -33,31 +35,44 @@ STORABLE_DTYPES = frozenset(
 )
 
 
-class RngState(TypedDict):
+MOST_BITS = 8192
+"""Longer numbers cannot be written: Python refuses to make text of more than 4,300 digits."""
+
+if TYPE_CHECKING:
+    Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+else:
+    Json = Any
+"""What flatten() makes of a state_dict. What JSON decodes to is nothing else; msgspec knows no recursive type."""
+
+
+class RngState(Struct, frozen=True, kw_only=True):
     """States of random generators, as JSON."""
 
-    python: list[Any]
-    numpy: Any
-    torch: str
-    devices: dict[str, str]
+    python: tuple[Natural, Text, Finite | None]
+    """Python's version of the format, the generator's words, and the second number of the last gauss()."""
+    numpy: Json
+    torch: Text
+    devices: Named[Text]
 
 
 class Stateful(Protocol):
-    """What can be saved with a run: a scheduler, a scaler, an average of the weights."""
+    """Something that can be saved with a run: a scheduler, a scaler, an average of the weights."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-def flatten(tree: Any, path: str, tensors: dict[str, Tensor] | None, *, of: str) -> Any:
-    """`tree` as JSON; its tensors are added to `tensors` under their dotted paths (None: there may be none).
+def flatten(tree: Any, path: str, tensors: dict[str, Tensor] | None, *, of: str) -> Json:
+    """`tree` as JSON. Its tensors are added to `tensors` under their dotted paths (None: tensors are not allowed).
 
-    Raises UserError, naming the key and `of` (whose it is), for what a checkpoint cannot hold.
+    Raises UserError for a value that a checkpoint cannot hold, naming its key and its owner `of`.
     """
     if tree is None or isinstance(tree, (bool, str)):
         return tree
     if isinstance(tree, int):
+        if tree.bit_length() > MOST_BITS:
+            raise _cannot_hold(path, of, f"a number of {tree.bit_length()} bits")
         return int(tree)
     if isinstance(tree, float):
         return float(tree) if math.isfinite(tree) else {"$float": repr(float(tree))}
@@ -72,14 +87,15 @@ def flatten(tree: Any, path: str, tensors: dict[str, Tensor] | None, *, of: str)
     raise _cannot_hold(path, of, f"a {type(tree).__qualname__}")
 
 
-def unflatten(json_tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What flatten() was given."""
+def unflatten(json_tree: Json, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of flatten()."""
     if isinstance(json_tree, list):
         return [unflatten(item, tensors) for item in json_tree]
     if not isinstance(json_tree, dict):
         return json_tree
     if len(json_tree) == 1:
-        ((key, value),) = json_tree.items()
+        key = next(iter(json_tree))
+        value: Any = json_tree[key]
         if key == "$tensor":
             return tensors[value]
         if key == "$tuple":
@@ -103,7 +119,7 @@ def check_storable(tensor: Tensor, path: str, *, of: str) -> None:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """load_state_dict(), but with every tensor in the number format it was saved in."""
+    """load_state_dict(), but with every tensor in the number format in which it was saved."""
     saved = {index: dict(entry) for index, entry in state["state"].items() if isinstance(entry, dict)}
     optimizer.load_state_dict(state)
     # torch casts state to its parameter's format: an fp32 average of a bf16 weight would lose its low bits.
@@ -119,29 +135,29 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 def capture_rng(device_rng: Mapping[str, Tensor]) -> RngState:
     """The states of Python's, numpy's, torch's and the devices' random generators, as JSON."""
     version, words, gauss = random.getstate()
-    return {
-        "python": [version, _text(struct.pack(f"<{len(words)}I", *words)), gauss],
-        "numpy": _arrays_to_text(np.random.get_state(legacy=False)),
-        "torch": _text(torch.get_rng_state().numpy().tobytes()),
-        "devices": {name: _text(state.cpu().numpy().tobytes()) for name, state in device_rng.items()},
-    }
+    return RngState(
+        python=(version, _text(struct.pack(f"<{len(words)}I", *words)), gauss),
+        numpy=_arrays_to_text(np.random.get_state(legacy=False)),
+        torch=_text(torch.get_rng_state().numpy().tobytes()),
+        devices={name: _text(state.cpu().numpy().tobytes()) for name, state in device_rng.items()},
+    )
 
 
 def restore_rng(saved: RngState) -> None:
-    """Put Python's, numpy's and torch's CPU generators back where capture_rng() found them."""
-    version, text, gauss = saved["python"]
+    """Restore Python's, numpy's and torch's CPU generators to the states that capture_rng() saved."""
+    version, text, gauss = saved.python
     words = base64.b64decode(text)
     random.setstate((version, struct.unpack(f"<{len(words) // 4}I", words), gauss))
-    np.random.set_state(_text_to_arrays(saved["numpy"]))
-    torch.set_rng_state(_bytes_tensor(saved["torch"]))
+    np.random.set_state(_text_to_arrays(saved.numpy))
+    torch.set_rng_state(_bytes_tensor(saved.torch))
 
 
 def device_rng(saved: RngState) -> dict[str, Tensor]:
-    """The devices' states among what capture_rng() returned."""
-    return {name: _bytes_tensor(text) for name, text in saved["devices"].items()}
+    """The devices' states in the result of capture_rng()."""
+    return {name: _bytes_tensor(text) for name, text in saved.devices.items()}
 
 
-def _flatten_mapping(tree: Mapping[Any, Any], path: str, tensors: dict[str, Tensor] | None, of: str) -> Any:
+def _flatten_mapping(tree: Mapping[Any, Any], path: str, tensors: dict[str, Tensor] | None, of: str) -> Json:
     for key in tree:
         if key is not None and not isinstance(key, (str, int, float)):
             raise _cannot_hold(path, of, f"a dict with a key of type {type(key).__qualname__}")
@@ -158,7 +174,7 @@ def _join(path: str, key: Any) -> str:
 
 
 def _add(tensors: dict[str, Tensor], path: str, tensor: Tensor) -> str:
-    """A name for the tensor: its path, or where a key with a dot in it took that, the path with a number."""
+    """A name for the tensor: its path, or the path with a number if a key with a dot has taken that."""
     name, number = path, 2
     while name in tensors:
         name, number = f"{path}~{number}", number + 1
@@ -181,18 +197,20 @@ def _bytes_tensor(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
-def _arrays_to_text(state: Any) -> Any:
+def _arrays_to_text(state: Any) -> Json:
     if isinstance(state, Mapping):
         return {key: _arrays_to_text(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):
         return {"$array": [state.dtype.str, _text(state.tobytes())]}
-    return state.item() if isinstance(state, np.generic) else state
+    plain: Json = state.item() if isinstance(state, np.generic) else state
+    return plain
 
 
-def _text_to_arrays(saved: Any) -> Any:
+def _text_to_arrays(saved: Json) -> Any:
     if not isinstance(saved, dict):
         return saved
     if "$array" in saved:
-        dtype, text = saved["$array"]
+        array: Any = saved["$array"]
+        dtype, text = array
         return np.frombuffer(base64.b64decode(text), dtype=np.dtype(dtype))
     return {key: _text_to_arrays(value) for key, value in saved.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -23,7 +25,7 @@ class Options:
     """How the loop trains; the same on every machine."""
 
     global_batch: int | None = None
-    """Samples per step, over all machines. A DataLoader's batch size, where one is given: no other is taken."""
+    """Samples per step, over all machines. With a DataLoader, its batch size; any other value is refused."""
     steps: int | None = None
     """Total number of steps; a resumed run continues up to it. Endless if not given: break when done."""
     epochs: int | None = None
@@ -52,7 +54,8 @@ class Options:
     tokens_per_sample: int | None = None
     """Tokens per sample; the view then shows tokens/s."""
     by_trainer: bool = False
-    """A trainer clips the gradient, makes the update and saves: see `integrations`. No keyword of `run.steps`."""
+    """Whether a trainer clips the gradient, makes the update and saves: see `integrations`. Not a keyword of
+    `run.steps`."""
 
     @property
     def usual_batch(self) -> int:
@@ -61,12 +64,12 @@ class Options:
         return self.global_batch
 
     def saved_objects(self) -> dict[str, Stateful]:
-        """What goes into checkpoints besides the model and the optimizer, by name."""
+        """The objects that checkpoints contain besides the model and the optimizer, by name."""
         return {**self.also_save, **({"scheduler": self.scheduler} if self.scheduler is not None else {})}
 
 
 def make_options(unknown: Mapping[str, Any], **keywords: Any) -> Options:
-    """The checked keywords. `unknown`: what run.steps() was given besides."""
+    """The checked keywords. `unknown`: other keywords given to run.steps()."""
     for key in unknown:
         if "scaler" in key:
             raise ConfigError(f"run.steps() takes no {key}: it is not needed", hint=NO_SCALER)
@@ -74,27 +77,42 @@ def make_options(unknown: Mapping[str, Any], **keywords: Any) -> Options:
             f"run.steps() has no keyword {key!r}",
             hint=nearest(key, [f.name for f in fields(Options) if f.name != "by_trainer"]),
         )
-    options = Options(**keywords)
-    for name in ("global_batch", "steps", "epochs"):
-        number = getattr(options, name)
-        least = 0 if name == "steps" else 1
-        if number is not None and (not isinstance(number, int) or number < least):
-            raise ConfigError(
-                f"{name} must be a whole number of at least {least}, not {number!r}",
-                hint=f"{name}=10, as an int; without steps= and epochs= the training ends where the loop is left"
-                if name != "global_batch"
-                else "global_batch=64, as an int; or give a DataLoader, and leave it out",
-            )
+    options = Options(**{**keywords, **_whole_numbers(keywords)})
     if options.data not in ("sent", "local"):
         raise ConfigError(f"data must be 'sent' or 'local', not {options.data!r}", hint=_DATA)
     if options.loss_is not in ("mean", "sum"):
         raise ConfigError(f"loss_is must be 'mean' or 'sum', not {options.loss_is!r}", hint=_LOSS)
-    if options.micro_batch is not None and options.micro_batch < 1:
-        raise ConfigError(
-            f"micro_batch must be at least 1, not {options.micro_batch}", hint="without it the size is measured"
-        )
     if (most := options.clip_norm) is not None and not (isinstance(most, int | float) and most > 0):
         # Below 0 torch would turn the gradient round, and NaN would be in every weight.
         raise ConfigError(f"clip_norm must be a number above 0, not {most!r}", hint="without it nothing is clipped")
     check_saved(options.also_save.values())
     return options
+
+
+_LEAST = {"global_batch": 1, "steps": 0, "epochs": 1, "micro_batch": 1, "seed": None, "tokens_per_sample": 0}
+_HINTS = {
+    "global_batch": "global_batch=64, as an int; or give a DataLoader, and leave it out",
+    "micro_batch": "without it the size is measured",
+    "seed": "seed=0, as an int",
+    "tokens_per_sample": "without it no tokens/s are shown",
+}
+
+
+def _whole_numbers(keywords: Mapping[str, Any]) -> dict[str, int]:
+    """The keywords that are whole numbers, as Python's own int: no log and no checkpoint takes a numpy.int64."""
+    found = {}
+    for name, least in _LEAST.items():
+        if (given := keywords.get(name)) is None:
+            continue
+        number = None
+        with contextlib.suppress(TypeError):
+            found[name] = number = operator.index(given)
+        if number is None or (least is not None and number < least):
+            raise ConfigError(
+                f"{name} must be a whole number{'' if least is None else f' of at least {least}'}, not {given!r}",
+                hint=_HINTS.get(
+                    name,
+                    f"{name}=10, as an int; without steps= and epochs= the training ends where the loop is left",
+                ),
+            )
+    return found

@@ -1,15 +1,17 @@
-"""One step's samples on their way from a worker process, and any part of them as a batch.
+"""Packs one step's samples in a worker process and makes batches of any part of them.
 
 Owns how a worker packs a step and how this process takes parts of it. Where torch's default_collate makes the
 batches, the worker collates the whole step and a part is a slice of it, without a copy. Any other collate function
-needs the samples of its batch, so the worker sends them one by one, all their tensors in one piece of shared
-memory. A tensor in shared memory of its own costs a file descriptor and some 700 µs of this process, so small ones
-(labels, lengths) travel as bytes in the message.
+needs the samples of its batch: the worker collates the micro-batches that the host is expected to compute. Where
+guests may be lent any other part, it sends the samples too. All their tensors are in one piece of shared memory. A
+tensor in shared memory of its own costs a file descriptor and some 700 µs of this process, so small ones (labels,
+lengths) are sent as bytes in the message.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import traceback
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -20,22 +22,27 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
+from potluck.balance.leases import next_size
 from potluck.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
 
-COLLATED, SAMPLES, FAILED, UNREAD = "collated", "samples", "failed", "unread"
+COLLATED, PARTS, SAMPLES, FAILED, UNREAD = "collated", "parts", "samples", "failed", "unread"
 """What a packed step holds."""
 
 ALIGN_BYTES = 16
 SMALL_BYTES = 1 << 14
-"""A collated tensor of at most so many bytes travels in the message instead of in shared memory."""
+"""A collated tensor of at most this many bytes is sent in the message instead of in shared memory."""
+LARGE_BYTES = 1 << 20
+"""A tensor of a batch that is already in shared memory is not copied if it has more bytes than this."""
+NO_SHARED_MEMORY = "unable to allocate shared memory"
+"""What torch says where /dev/shm is full, in whatever a worker does with a tensor."""
 _ROWS, _TEXTS = "rows", "texts"
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """A tensor or an array that lies in the step's shared memory."""
+class _SharedPlace:
+    """A tensor or an array in the step's shared memory."""
 
     offset: int
     nbytes: int
@@ -55,14 +62,14 @@ class _Small:
 
 @dataclass(frozen=True, slots=True)
 class _Forms:
-    """Samples with a `_Place` for every tensor and array. In a plain list, pinning would make lists of tuples."""
+    """Samples or batches, a `_SharedPlace` for each tensor and array. In a list, pinning makes lists of tuples."""
 
     samples: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """In place of samples: why they cannot be read. torch would make other words of what a worker raises."""
+    """Sent instead of samples: why they cannot be read. torch would reword an exception of the worker."""
 
     what: str
     hint: str
@@ -72,12 +79,26 @@ class Unread:
 class PackStep:
     """Runs in a worker as its DataLoader's collate function: the samples of a step, packed.
 
-    The user's own collate function is not sent to the worker: a lambda could not be. `pinned`: the loader copies
-    tensors into pinned memory, and only tensors; so none is sent in another form.
+    `pinned`: the loader copies tensors into pinned memory, and only tensors; so none is sent in another form.
+    `can_send`: whether the user's own collate function can be sent to the workers; a lambda may not be.
     """
 
-    def __init__(self, collate: Collate, *, pinned: bool = False) -> None:
+    def __init__(self, collate: Collate, *, pinned: bool = False, can_send: bool = False) -> None:
         self._collates, self._pinned = collate is default_collate, pinned
+        self._own = collate if can_send and not self._collates else None
+        self._said: Tensor | None = None
+        if self._own is not None:
+            self._said = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64).share_memory_()
+
+    @property
+    def cuts(self) -> bool:
+        """Whether workers collate micro-batches."""
+        return self._own is not None
+
+    def cut(self, size: int, *, least: int, share: float, anyhow: bool) -> None:
+        """What workers do from now on with steps that they have not read: see `StepLoader.cut`."""
+        if self._said is not None:
+            self._said.copy_(torch.tensor([size, least, share, anyhow], dtype=torch.float64))
 
     def __call__(self, samples: list[Any]) -> list[Any]:
         if self._collates and (form := _form(samples[0])) is not None:
@@ -90,9 +111,45 @@ class PackStep:
                     batch if self._pinned else _mapped(batch, _small, named=False),
                 ]
             except Exception as error:
+                if NO_SHARED_MEMORY in str(error):
+                    raise  # no sample's fault
                 at = culprit(samples, default_collate)
                 return [FAILED, len(samples), at, in_words(error), traceback.format_exc()]
-        return packed_samples(samples)
+        if get_worker_info() is None:  # they stay in this process
+            return [SAMPLES, len(samples), _Forms(samples), torch.empty(0, dtype=torch.uint8)]
+        if self._said is None or isinstance(samples[0], Unread):
+            return packed_samples(samples)
+        size, least, share, anyhow = self._said.tolist()
+        sizes = _sizes(round(share * len(samples)), int(size), int(least))
+        return self._cut(samples, sizes, anyhow=bool(anyhow)) if sizes else packed_samples(samples)
+
+    def _cut(self, samples: list[Any], sizes: Sequence[int], *, anyhow: bool) -> list[Any]:
+        """Collated micro-batches from the step's first sample on; `anyhow`: and the samples of the whole step."""
+        assert self._own is not None
+        # Before the user's function changes them.
+        rest = _packed(samples, apart=True) if anyhow else ()
+        batches, first = [], 0
+        for size in sizes:
+            part = samples[first : first + size]
+            try:
+                batches.append(self._own(_mapped(part, _same)))
+            except Exception as error:
+                if NO_SHARED_MEMORY in str(error):
+                    raise
+                told, trace = in_words(error), traceback.format_exc()
+                at = tuple(first + place for place in culprit(part, self._own))
+                return [FAILED, len(samples), at, told, trace]
+            first += size
+        return [PARTS, len(samples), sizes, *_packed(batches, batches=True, whole=self._pinned), *rest]
+
+
+def _sizes(samples: int, size: int, least: int) -> tuple[int, ...]:
+    """So many samples as micro-batches of this size, cut as the host does; none where there is no size."""
+    sizes: list[int] = []
+    while size and samples:
+        sizes.append(next_size(samples, size, least))
+        samples -= sizes[-1]
+    return tuple(sizes)
 
 
 def packed_samples(samples: list[Any]) -> list[Any]:
@@ -112,54 +169,79 @@ def unpacked_samples(packed: Sequence[Any]) -> list[Any]:
 class HeldStep:
     """One step's samples in this process."""
 
-    def __init__(self, packed: Sequence[Any], collate: Collate, keys: Sequence[Any] | None) -> None:
+    def __init__(
+        self, packed: Sequence[Any], collate: Collate, keys: Sequence[Any] | None, *, again: bool = True
+    ) -> None:
+        """`again`: a sample may be collated several times, as where a lease on it is taken back."""
         kind, self.count, *rest = packed
+        self._again = again
         self._collate, self._keys = collate, keys
         self._form: Any = None
+        self._made: dict[int, tuple[int, Any]] = {}
+        """Collated micro-batches by their first samples: how many samples, and the batch's form."""
+        self._batches: Any = None
         self._content: Any
         if kind == FAILED:
             at, told, trace = rest
             raise cannot_collate(at, keys, told) from RuntimeError(f"in a worker process:\n{trace}")
         if kind == COLLATED:
             self._form, self._content = rest[0], _mapped(rest[1], _whole, named=False)
+        elif kind == PARTS:
+            sizes, forms, self._batches, *samples = rest
+            firsts = itertools.accumulate(sizes, initial=0)
+            self._made = dict(zip(firsts, zip(sizes, forms.samples)))
+            self._content = _unpacked(*samples) if samples else None
         else:
             self._content = unpacked_samples(packed)
 
     @classmethod
     def of(cls, samples: list[Any], collate: Collate) -> HeldStep:
-        """Of samples that are here already."""
+        """Make one from samples in this process."""
         held = cls([SAMPLES, len(samples), _Forms([]), torch.empty(0, dtype=torch.uint8)], collate, None)
         held._content = samples
         return held
 
-    @property
-    def sliced(self) -> bool:
-        """Whether a part is a slice, which runs no code of the user's."""
-        return self._form is not None
+    def made_at(self, row: int) -> int:
+        """How many samples the worker has collated together from this one on; 0: none."""
+        return self._made.get(row, (0, None))[0]
+
+    def is_made(self, rows: Sequence[int]) -> bool:
+        """Whether taking this part runs none of the user's code: it is a slice, or a worker has collated it."""
+        return self._form is not None or (self.made_at(rows[0]) == len(rows) and _in_a_row(rows))
 
     def part(self, rows: Sequence[int]) -> Any:
         """The batch of these samples, by their places in the step."""
         if self._form is not None:
             first, count = rows[0], len(rows)
-            in_a_row = list(rows) == list(range(first, first + count))
-            return _sliced(self._form, self._content, slice(first, first + count) if in_a_row else list(rows))
+            wanted = slice(first, first + count) if _in_a_row(rows) else list(rows)
+            return _sliced(self._form, self._content, wanted)
+        if self.is_made(rows):
+            return _unpacked(_Forms([self._made[rows[0]][1]]), self._batches, batches=True)[0]
         keys = None if self._keys is None else [self._keys[row] for row in rows]
-        return collated([self._content[row] for row in rows], self._collate, keys, kept=True)
+        # The collate function may change what it is given.
+        own = _copied if self._again else _same
+        return collated([self._content[row] for row in rows], self._collate, keys, own)
 
 
-def collated(samples: list[Any], collate: Collate, keys: Sequence[Any] | None, *, kept: bool = False) -> Any:
-    """The batch of these samples; a failure names the sample.
+def _in_a_row(rows: Sequence[int]) -> bool:
+    return list(rows) == list(range(rows[0], rows[0] + len(rows)))
 
-    `kept`: they may be collated again, so the collate function, which may change them, gets copies.
+
+def collated(
+    samples: list[Any], collate: Collate, keys: Sequence[Any] | None, own: Callable[[Any], Any] | None = None
+) -> Any:
+    """The batch of these samples. An error names the sample.
+
+    `own`: the collate function gets containers of its own, with the result of this for each of their values.
     """
     try:
-        return collate(_mapped(samples, _copied) if kept else samples)
+        return collate(_mapped(samples, own) if own else samples)
     except Exception as error:
         raise cannot_collate(culprit(samples, collate), keys, in_words(error)) from error
 
 
 def in_words(error: Exception) -> str:
-    """The type of an error and its first line. torch puts a worker's behind its traceback."""
+    """The type of an error and its first line. torch puts a worker's error after its traceback."""
     lines = str(error).strip().splitlines()
     if lines and lines[0].startswith("Caught ") and "DataLoader worker" in lines[0]:
         heads = [number for number, line in enumerate(lines) if "Traceback (most recent call last)" in line]
@@ -168,7 +250,7 @@ def in_words(error: Exception) -> str:
 
 
 def culprit(samples: list[Any], collate: Collate) -> tuple[int, ...]:
-    """The place of the sample that cannot be collated; of two that cannot be collated together; of none."""
+    """The positions of the sample that cannot be collated, of two that cannot be collated together, or of none."""
     for at, sample in enumerate(samples):
         if not _collates([sample], collate):
             return (at,)
@@ -214,7 +296,7 @@ def _form(sample: Any) -> Any:
 
 
 def _small(leaf: Any) -> Any:
-    """What a worker sends for a leaf of the batch; `_whole` reverses it."""
+    """What a worker sends for a leaf of the batch. `_whole` is the inverse."""
     if get_worker_info() is None or (value := _plain(leaf)) is None or not 0 < value.nbytes <= SMALL_BYTES:
         return leaf
     return _Small(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), value.dtype, tuple(value.shape))
@@ -248,24 +330,30 @@ def _sliced(form: Any, batch: Any, rows: slice | list[int]) -> Any:
     return type(batch)(*values) if isinstance(batch, tuple) and hasattr(batch, "_fields") else values
 
 
-# -- a step of single samples ---------------------------------------------------------------------------
+# -- a step of single samples, or of micro-batches -------------------------------------------------------
 
 
-def _packed(samples: list[Any]) -> tuple[_Forms, Tensor]:
-    """The samples, and the bytes of all their tensors and arrays."""
+def _packed(
+    samples: list[Any], *, apart: bool = False, batches: bool = False, whole: bool = False
+) -> tuple[_Forms, Tensor]:
+    """The samples, and the bytes of all their tensors and arrays.
+
+    `apart`: the samples may be changed afterwards. `batches`: they are batches, whose containers are all entered,
+    and whose tensors keep their memory format. `whole`: of these, too, none travels in shared memory of its own.
+    """
     values: list[Tensor] = []
     filled = 0
 
     def place(leaf: Any) -> Any:
         nonlocal filled
         value = _plain(leaf)
-        if value is None:
-            return leaf
+        if value is None or (batches and _travels_alone(leaf, whole)):
+            return _copied(leaf) if apart else leaf
         values.append(value)
         at, filled = filled, filled + -(-value.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-        return _Place(at, value.nbytes, value.dtype, tuple(value.shape), isinstance(leaf, np.ndarray))
+        return _SharedPlace(at, value.nbytes, value.dtype, tuple(value.shape), isinstance(leaf, np.ndarray))
 
-    forms = _Forms([_mapped(sample, place) for sample in samples])
+    forms = _Forms([_mapped(sample, place, mappings=batches) for sample in samples])
     content = _shared(filled)
     at = 0
     for value in values:
@@ -274,18 +362,28 @@ def _packed(samples: list[Any]) -> tuple[_Forms, Tensor]:
     return forms, content
 
 
-def _unpacked(forms: _Forms, content: Tensor) -> list[Any]:
+def _travels_alone(leaf: Any, whole: bool) -> bool:
+    """Whether a tensor of a batch is better left to torch: default_collate, for one, makes it in shared memory."""
+    if not isinstance(leaf, Tensor):
+        return False
+    return not leaf.is_contiguous() or (not whole and leaf.nbytes > LARGE_BYTES and leaf.is_shared())
+
+
+def _unpacked(forms: _Forms, content: Tensor, *, batches: bool = False) -> list[Any]:
+    """The samples again. Small tensors are copies, so that keeping the labels does not keep the images."""
+
     def value(leaf: Any) -> Any:
-        if not isinstance(leaf, _Place):
+        if not isinstance(leaf, _SharedPlace):
             return leaf
         tensor = content[leaf.offset : leaf.offset + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
+        tensor = tensor.clone() if batches and leaf.nbytes <= SMALL_BYTES else tensor
         return tensor.numpy() if leaf.numpy else tensor
 
-    return [_mapped(form, value) for form in forms.samples]
+    return [_mapped(form, value, mappings=batches) for form in forms.samples]
 
 
 def _plain(leaf: Any) -> Tensor | None:
-    """The leaf as a tensor whose bytes can be copied; None for anything else, which travels as it is."""
+    """The leaf as a tensor whose bytes can be copied; None for anything else, which is sent unchanged."""
     if isinstance(leaf, np.ndarray):
         try:
             return torch.from_numpy(np.ascontiguousarray(leaf).reshape(leaf.shape))
@@ -304,8 +402,13 @@ def _shared(nbytes: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
+def _same(leaf: Any) -> Any:
+    return leaf
+
+
 def _copied(leaf: Any) -> Any:
-    """Its own bytes alone: a deep copy of a tensor would copy all the memory that it shares with other samples."""
+    """A copy of its own bytes only: a deep copy of a tensor would copy all memory that it shares with other
+    samples."""
     if isinstance(leaf, Tensor):
         return leaf.clone()
     try:
@@ -314,15 +417,26 @@ def _copied(leaf: Any) -> Any:
         return leaf
 
 
-def _mapped(tree: Any, function: Callable[[Any], Any], *, named: bool = True) -> Any:
-    """The same containers with other leaves. Only plain ones are entered: what else there is may have a reason.
+_VALUES = frozenset((int, float, bool, str, bytes, type(None)))
+"""They never change. A text as a list of its tokens has thousands in a step: one by one, a copy takes 5 ms."""
 
-    `named`: named tuples too, though one may check its fields when it is made.
+
+def _mapped(tree: Any, function: Callable[[Any], Any], *, named: bool = True, mappings: bool = False) -> Any:
+    """The same containers with other leaves. Only plain containers are entered; a special class may have a reason.
+
+    `named`: named tuples too, though one may check its fields when it is made. `mappings`: and other kinds of
+    dicts, as in a batch that is brought to a device.
     """
     if type(tree) is dict:
-        return {key: _mapped(value, function, named=named) for key, value in tree.items()}
+        return {key: _mapped(value, function, named=named, mappings=mappings) for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(_mapped(value, function, named=named) for value in tree)
+        if _VALUES.issuperset(map(type, tree)):
+            return type(tree)(tree)
+        return type(tree)(_mapped(value, function, named=named, mappings=mappings) for value in tree)
     if named and isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_mapped(value, function) for value in tree))
+        return type(tree)(*(_mapped(value, function, mappings=mappings) for value in tree))
+    if mappings and isinstance(tree, MutableMapping):
+        same = copy.copy(tree)
+        same.update({key: _mapped(value, function, mappings=True) for key, value in tree.items()})
+        return same
     return function(tree)

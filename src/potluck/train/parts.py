@@ -1,28 +1,28 @@
-"""What the loop of a host is made of: the model, its optimizer and data, and how its run goes."""
+"""The parts of a host's loop: the model, its optimizer and data, and the settings of its run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
 from potluck.balance.leases import Least
 from potluck.balance.ledger import Ledger
-from potluck.hub.tensors import ModelTensors
+from potluck.hub.model_tensors import ModelTensors
 from potluck.train.batch_statistics import BatchStatistics
 from potluck.train.checkpoint import Loaded
 from potluck.train.context import RunContext
 from potluck.train.microbatch import MicroBatch
 from potluck.train.optimizer_state import Stateful
 from potluck.train.options import Options
+from potluck.train.script_state import ScriptState
 from potluck.train.step_loader import StepLoader
 
 
 @dataclass(slots=True, kw_only=True)
 class Parts:
-    """What is trained, and with what."""
+    """The model and everything needed to train it."""
 
     context: RunContext
     options: Options
@@ -36,4 +36,4 @@ class Parts:
     least: Least = field(default_factory=Least)
     restored: Loaded | None = None
     objects: dict[str, Stateful] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
+    state: ScriptState = field(default_factory=ScriptState)

@@ -1,6 +1,6 @@
-"""Steps whose samples a trainer brings: its own loader reads them, one step at a time.
+"""Steps whose samples come from a trainer: its own loader reads them, one step at a time.
 
-Owns the samples of the step under way. Their order, epochs and resuming are the trainer's.
+Owns the samples of the current step. The trainer owns their order, epochs and resuming.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from potluck.train.step_loader import StepLoader
 
 
 class Samples:
-    """Samples on their way through a trainer's loader, which neither collates them nor moves them to a device."""
+    """Samples that pass through a trainer's loader, which neither collates them nor moves them to a device."""
 
     __slots__ = ("_packed", "_plain")
 
@@ -34,7 +34,7 @@ class Samples:
 
 
 class PushedLoader(StepLoader):
-    """Gives the samples that were pushed last as the next step."""
+    """Returns the samples that were pushed last as the next step."""
 
     samples = None
     waits = False
@@ -42,7 +42,7 @@ class PushedLoader(StepLoader):
     def __init__(
         self, collate: Collate, *, global_batch: int, first_step: int = 0, steps: int | None = None
     ) -> None:
-        """`first_step`: how many the trainer has done before. `steps`: how many there will be in all."""
+        """`first_step`: number of steps that the trainer has already done. `steps`: total number of steps."""
         super().__init__(None)
         self.global_batch, self.first_step = global_batch, first_step
         self._collate, self._total = collate, steps

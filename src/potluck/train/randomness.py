@@ -1,7 +1,7 @@
-"""The random numbers that a loop's body draws: their generators' states, seeding them alike, and comparing them.
+"""The random generators that a loop's body uses: saves, seeds and compares their states.
 
-Owns Python's and numpy's global generators and, through the device, torch's. A generator that the script makes
-itself is out of reach.
+Owns Python's and numpy's global generators and, through the device, torch's. It cannot control a generator that the
+script makes itself.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from potluck.device import Device
 
 PYTHON, NUMPY = "python", "numpy"
 OTHER_SEED = 0x5EED0000
-"""What a seed becomes, by exclusive or, for generators that are to draw other numbers."""
+"""A seed is combined with this by exclusive or, for generators that must draw other numbers."""
 
 
 class RandomState:
-    """The generators' states when this was made; `restore` brings them back."""
+    """The generators' states when this was made; `restore` restores them."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -1,6 +1,7 @@
-"""The training loop on the host's other ranks: the samples that rank 0 gives, and the same update as rank 0's.
+"""The training loop on the host's other ranks: computes the samples that rank 0 sends, and makes the same update as
+rank 0.
 
-Owns no folder, no guest, no figure and no decision: these are rank 0's.
+It has no folder, guests, figures or decisions: rank 0 has these.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from potluck.errors import CheckpointError, LoopError, RankGoneError
-from potluck.hub.tensors import ModelTensors
+from potluck.hub.model_tensors import ModelTensors
 from potluck.train import host_ranks as orders
 from potluck.train.beginning import Buffers
 from potluck.train.checkpoint import load_latest
@@ -41,7 +42,7 @@ LAST_WORDS_S = 2.0
 
 @dataclass(slots=True, kw_only=True)
 class RankParts:
-    """What is trained here, and with what."""
+    """The model and everything needed to train it here."""
 
     context: RunContext
     options: Options
@@ -69,7 +70,7 @@ class RankTrainer:
         self._step_update = Update(parts.optimizer, queues=bool(self._device.ahead))
 
     def steps(self) -> Iterator[Step]:
-        """The same steps as rank 0's; where the training ends, this process does."""
+        """The same steps as rank 0's. When the training ends, this process ends."""
         step: Step | None = None
         try:
             while (order := self._ranks.order()).what != orders.END:
@@ -96,9 +97,9 @@ class RankTrainer:
         raise RankDone(0)
 
     def _left_the_loop(self, step: Step) -> None:
-        """By `break` or by an exception, which looks the same from here, and nothing can be raised.
+        """The loop was left by `break` or by an exception. Both look the same here, and nothing can be raised.
 
-        Where rank 0 has left, too, this process ends at once: only rank 0 runs what follows the loop.
+        If rank 0 has left too, this process ends immediately: only rank 0 runs the code after the loop.
         """
         words = (
             f"rank {self._ranks.place.rank} left the training loop after step {step.index + 1}, rank 0 did not\n"
@@ -145,7 +146,8 @@ class RankTrainer:
             self._device.end()
 
     def _update(self, step: Step, buffers: Buffers, samples: int, *, compare: bool) -> None:
-        """The gradient is the same on every rank, and so are weights and optimizer: then they stay so."""
+        """Make the update. The gradient, the weights and the optimizer are equal on every rank, so they stay
+        equal."""
         options = self._p.options
         finite = own_norm(self._trained).isfinite()
         total = self._ranks.sum_gradients(self._trained, step.totals(), finite)
@@ -159,7 +161,7 @@ class RankTrainer:
 
 
 def seed(base: int, step: int, rank: int) -> None:
-    """Random numbers of this rank's own. They depend on nothing before this step: a resumed run draws the same."""
+    """Seed this rank's own random numbers. They do not depend on earlier steps, so a resumed run draws the same."""
     number = int(np.random.SeedSequence([base % 2**32, step, rank]).generate_state(1, np.uint32)[0])
     torch.manual_seed(number)
     random.seed(number)
@@ -178,7 +180,7 @@ def restore_same(
     objects: dict[str, Stateful],
     state: ScriptState,
 ) -> None:
-    """Go on from the checkpoint that rank 0 has loaded."""
+    """Resume from the checkpoint that rank 0 has loaded."""
     loaded = load_latest(path.parent)
     if loaded is None or loaded.path.resolve() != path:
         raise CheckpointError(
@@ -189,9 +191,9 @@ def restore_same(
 
 
 def refuse_synchronized(model: nn.Module) -> None:
-    """SyncBatchNorm waits for every rank in every micro-batch, but a guest's parity check is rank 0's alone."""
+    """SyncBatchNorm waits for every rank in every micro-batch, but only rank 0 computes a guest's parity check."""
     if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
         raise LoopError(
-            "the model has SyncBatchNorm layers, which wait for all ranks where only rank 0 computes",
+            "the model has SyncBatchNorm layers, which wait for all ranks even when only rank 0 computes",
             hint="give a host of several ranks the model with plain BatchNorm, or with GroupNorm",
         )

@@ -1,6 +1,6 @@
-"""How a resumed run begins: the newest checkpoint that can be read, and what must be as it was.
+"""Begins a resumed run: loads the newest readable checkpoint and checks that the settings are unchanged.
 
-Owns these checks, and the order in which model, optimizer, random numbers and data are put back.
+Owns these checks, and the order in which model, optimizer, random numbers and data are restored.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from potluck.spec.events import CheckpointDamaged, CheckpointSaved, RunNote, Ste
 from potluck.train import checkpoint_folder
 from potluck.train.checkpoint import Loaded, load_latest
 from potluck.train.context import RunContext
-from potluck.train.events import events_in
+from potluck.train.event_log import events_in
 from potluck.train.folder import RunFolder
 from potluck.train.optimizer_state import Stateful
 from potluck.train.options import Options
-from potluck.train.saved_place import SavedPlace, saved_place
 from potluck.train.script_state import ScriptState
 from potluck.train.step_loader import StepLoader
 
@@ -41,7 +40,7 @@ def restore(
         return None
     for path, reason in loaded.skipped:
         context.log.emit(CheckpointDamaged(path=str(path), reason=reason, resumed_from=loaded.step))
-    saved = place_of(loaded)
+    saved = loaded.place
     compared = (
         (saved.global_batch, loader.global_batch, "global_batch {}, now it is {}", "keep global_batch as it was"),
         (saved.seed, options.seed, "seed {}, now it is {}", "keep seed as it was"),
@@ -59,13 +58,8 @@ def restore(
     return loaded
 
 
-def place_of(loaded: Loaded) -> SavedPlace:
-    """Where the checkpoint's run was; CheckpointError if Potluck has not written it."""
-    return saved_place(loaded.extra, where=loaded.path, step=loaded.step)
-
-
 def _without_checkpoint(context: RunContext, folder: RunFolder) -> None:
-    """A run that saved nothing begins again, and says so; one whose checkpoints are missing does not."""
+    """A run that saved nothing starts again, and says so. A run whose checkpoints are missing is an error."""
     steps = saved = 0
     for event in events_in(folder.events):
         match event:
@@ -76,7 +70,7 @@ def _without_checkpoint(context: RunContext, folder: RunFolder) -> None:
     if saved:
         raise CheckpointError(
             f"the run was saved up to step {saved}, but there is no checkpoint in {folder.checkpoints}",
-            hint="bring the folder back, with all that was in it, or start a new run",
+            hint="restore the whole folder from a copy, or start a new run",
         )
     again = f"; the {steps} steps that were computed are computed again" if steps else ""
-    context.log.emit(RunNote(text=f"there is no checkpoint yet: begins again at step 1{again}"))
+    context.log.emit(RunNote(text=f"there is no checkpoint yet: starting again at step 1{again}"))

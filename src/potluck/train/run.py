@@ -1,6 +1,6 @@
-"""What a user's script touches: `start()` and the `Run` it returns.
+"""The interface for a user's script: `start()` and the `Run` that it returns.
 
-Owns the public face of training. A run's life is `session`; how steps go is the two loops'.
+Owns the public interface of training. A run's life is in `session`, the steps are in the two loops.
 """
 
 from __future__ import annotations
@@ -15,30 +15,21 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from potluck import codec as codecs
 from potluck import env, failpoints
 from potluck.balance.ledger import Ledger
 from potluck.errors import LoopError
 from potluck.hub.alone import AloneHub
 from potluck.hub.guest import GuestHub
-from potluck.hub.host import HostHub, HubParts
-from potluck.hub.host_coder import HostCoder
-from potluck.hub.protocol import HostProtocol
-from potluck.hub.recorder import Recorder
-from potluck.hub.tensors import ModelTensors
-from potluck.hub.terms import HostTerms
-from potluck.sinks import guarded
-from potluck.spec.about import codec_bytes
+from potluck.hub.model_tensors import ModelTensors
 from potluck.spec.config import RunConfig
 from potluck.spec.events import Logged, RunEvent, RunNote
-from potluck.spec.messages import WelcomeMessage
 from potluck.train import host_ranks
 from potluck.train.batch_statistics import batch_statistics, least_samples
 from potluck.train.checkpoint import Loaded
 from potluck.train.context import ALONE, GUEST, HOST, RANK, RunContext
-from potluck.train.ending import Interrupted
 from potluck.train.given import as_number, check_model, check_optimizer, check_scheduler
 from potluck.train.guest_loop import GuestParts, GuestTrainer
+from potluck.train.host_hub import open_hub
 from potluck.train.host_loop import HostTrainer
 from potluck.train.launch import current
 from potluck.train.microbatch import MicroBatch
@@ -54,17 +45,15 @@ from potluck.train.rank_loop import (
     refuse_synchronized,
     restore_same,
 )
-from potluck.train.resuming import place_of, restore
+from potluck.train.resuming import restore
 from potluck.train.script_state import ScriptState
 from potluck.train.session import alone
 from potluck.train.step import Step
 from potluck.train.step_loader import DataSetLoader, StepLoader
-from potluck.train.telemetry import versions
 from potluck.train.torch_loader import batch_of, length_if_any, open_steps, reader_of
-from potluck.wire.frames import PROTOCOL
 
 LARGEST_GUEST_MICRO_BATCH = 16
-"""Where the search for the fastest size ends on a guest; with batch statistics it is the global batch."""
+"""The largest size that the search tries on a guest; with batch statistics it is the global batch."""
 
 MOST_TOGETHER = 256
 """The same with batch statistics where the global batch is not known: only the host has opened the loader."""
@@ -78,8 +67,8 @@ class Run:
         self.state = ScriptState()
         """The script's own values: the best loss, sums, anything like JSON, objects with a `state_dict()`.
 
-        Each checkpoint has them. What is put in before `steps` is called holds in a new run; a resumed one
-        replaces it by what was saved. Only the host's is saved.
+        Each checkpoint has them. Values set before `steps` is called are used in a new run; a resumed run replaces
+        them with the saved ones. Only the host's is saved.
         """
 
     def __enter__(self) -> Self:
@@ -91,9 +80,10 @@ class Run:
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the training, if one is under way: finished, or failed with `error`. The script's end does it too."""
+        """End the current training, if any: finished, or failed with `error`. The end of the script does this
+        too."""
         if self.is_host:
-            self._context.end_training("finished" if error is None else "failed")
+            self._context.loop.end("finished" if error is None else "failed")
 
     @property
     def token(self) -> str | None:
@@ -107,7 +97,7 @@ class Run:
 
     @property
     def page_url(self) -> str | None:
-        """Address of the page in the browser; None without `web`. Whoever has it can see the run."""
+        """Address of the page in the browser; None without `web`. Everybody with this address can see the run."""
         return self._context.page_url
 
     @property
@@ -131,12 +121,12 @@ class Run:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the person has asked for an end (Ctrl-C)."""
-        return self._context.stop_requested()
+        """Whether a stop was requested (Ctrl-C)."""
+        return self._context.loop.stop_requested()
 
     @property
     def device(self) -> torch.device:
-        """Where the model belongs on this machine."""
+        """The device for the model on this machine."""
         return self._context.device.torch_device
 
     def log(self, **values: Any) -> None:
@@ -146,7 +136,7 @@ class Run:
         """
         if self.is_host:
             numbers = {name: as_number(name, value) for name, value in values.items()}
-            self._context.log.emit(Logged(step=self._context.steps_done(), values=numbers))
+            self._context.log.emit(Logged(step=self._context.loop.steps_done(), values=numbers))
 
     def steps(
         self,
@@ -177,8 +167,8 @@ class Run:
             loader: a torch DataLoader: a step is one of its batches, in its own order, and its worker processes
                 read ahead. Or a data set with `global_batch`. Or a function that returns either, called only where
                 samples are read: on guests only with `data="local"`.
-            global_batch: samples in every step, whoever computes them. Needed with a data set. With a DataLoader a
-                step is one of its batches: leave this out, another number than its batch size is refused.
+            global_batch: samples in every step, over all machines. Needed with a data set. With a DataLoader a
+                step is one of its batches: leave this out; any number except its batch size is refused.
             steps: total number of steps; a resumed run continues up to it. Endless without it and `epochs`.
             epochs: total number of epochs; with `steps`, whichever ends first.
             clip_norm: clip the gradient of the whole step to this norm before the update.
@@ -229,16 +219,19 @@ class Run:
 
     def _begin(self) -> None:
         context = self._context
-        if context.began:
+        if context.loop.began:
             if context.role != ALONE or context.folder is not None or context.ranks is not None:
+                if context.loop.entered:
+                    raise second_loop()
                 raise LoopError(
                     "run.steps() was called twice in one run",
-                    hint="for several epochs call it once, with epochs=N, and do what ends an epoch where "
-                    "step.ends_epoch is true; to train several models in one program, start it with plain python "
+                    hint="for several epochs call it once, with epochs=N, and run the code that ends an epoch when "
+                    "step.ends_epoch is true; to train several models in one program, start it with plain "
+                    "python "
                     "and host from it with run = potluck.start(host=True)",
                 )
-            context.finish_training()  # a loop that was left by an error may still be open
-        context.began = True
+            context.loop.finish()  # a loop that was left by an error may still be open
+        context.loop.began = True
 
     # -- host and alone ---------------------------------------------------------------------------------
 
@@ -267,7 +260,7 @@ class Run:
         if context.ranks is not None:
             self._meet_ranks(context.ranks, restored, loader, tensors, micro)
         if restored is not None:
-            micro.settled = place_of(restored).micro_batch
+            micro.settled = restored.place.micro_batch
         parts = Parts(
             context=context,
             options=options,
@@ -284,7 +277,7 @@ class Run:
             state=self.state,
         )
         try:
-            hub = self._open_hub(parts) if context.role == HOST else AloneHub(ledger, context.name, least)
+            hub = open_hub(context, parts) if context.role == HOST else AloneHub(ledger, context.name, least)
         except BaseException:
             loader.close()
             if context.ranks is not None:
@@ -317,7 +310,7 @@ class Run:
         return loader
 
     def _usual_batch(self, loader: StepLoader, ledger: Ledger) -> int:
-        """A batch sampler of the user's may not say it: then the first step does."""
+        """A user's batch sampler may not know it; then the first step determines it."""
         if loader.global_batch is not None:
             return loader.global_batch
         first = ledger.prepare()
@@ -333,7 +326,7 @@ class Run:
         tensors: ModelTensors,
         micro: MicroBatch,
     ) -> None:
-        """Bring the other ranks to where this one is, and see that they train the same."""
+        """Bring the other ranks to this rank's step, and check that they train the same model."""
         about = about_rank(tensors, loader.samples, micro.free_bytes)
         checkpoint = str(restored.path.resolve()) if restored is not None else None
         for rank, said in enumerate(group.introduce(checkpoint), 1):
@@ -376,79 +369,6 @@ class Run:
         )
         return RankTrainer(parts, group).steps()
 
-    def _open_hub(self, parts: Parts) -> HostHub:
-        context, tensors, admission = self._context, parts.tensors, self._context.admission
-        assert admission is not None
-        up, pieces = codecs.get(codecs.names.first_of(context.config.codec)), tensors.layout.pieces
-        auto = codecs.names.is_auto(context.config.codec)
-        longest = codecs.get("thin") if auto else up
-        varies = codecs.least_and_most_bytes(longest, 128)[0] < longest.nbytes(128)
-        coder = HostCoder(
-            tensors,
-            down=down_codec(context.config),
-            up=up.name,
-            device=context.device,
-            notify=admission.socket.wake,
-            replica_on_host=replica_on_host(context),
-        )
-        coder.version = parts.ledger.step
-        terms = HostTerms(
-            name=context.name,
-            versions={**versions(), "protocol": str(PROTOCOL)},
-            fingerprint=tensors.fingerprint,
-            piece_bytes=tuple(codecs.least_and_most_bytes(longest, p.count)[1] for p in pieces),
-            coded_bytes=round(codec_bytes(up.name) * tensors.layout.count) if varies else None,
-            local_data=parts.options.data == "local",
-            codec=context.config.codec,
-            auto=codecs.names.downs_of(context.config.codec_down) if auto else None,
-            guest_bound=context.config.guest_bound,
-            check_replica_every=context.config.check_replica_every,
-            least=parts.least,
-            steps=parts.loader.total_steps(parts.options.steps),
-        )
-        folder = context.folder.path if context.folder is not None else None
-        hub = HostHub(
-            HubParts(
-                socket=admission.socket,
-                protocol=HostProtocol(terms, parts.ledger),
-                coder=coder,
-                tensors=tensors,
-                welcome=self._welcome,
-                fetch=parts.loader.fetch,
-                fetch_ahead=parts.loader.fetch_ahead,
-                emit=context.log.emit,
-                early=admission.waiting.hand_over(),
-                recorder=guarded(
-                    Recorder(context.name, folder, started=context.log.started), "the flight recorder"
-                ),
-            )
-        )
-        hub.start()
-        context.members = hub.members
-        if context.config.wait_for:
-            try:
-                config, stop = context.config, context.stop_requested
-                if not hub.wait_for_guests(config.wait_for, config.wait_s, stop):
-                    raise Interrupted
-            except BaseException as error:
-                hub.close("interrupted" if isinstance(error, Interrupted) else "failed")
-                raise
-        return hub
-
-    def _welcome(self, name: str) -> tuple[WelcomeMessage, tuple[bytes, ...]]:
-        context, admission = self._context, self._context.admission
-        assert admission is not None and admission.source is not None
-        welcome = WelcomeMessage(
-            name=name,
-            host=context.name,
-            run=context.folder.id if context.folder else "",
-            codec=codecs.names.first_of(context.config.codec),
-            codec_down=down_codec(context.config),
-            versions=versions(),
-            source=admission.source,
-        )
-        return welcome, admission.files
-
     # -- guest ------------------------------------------------------------------------------------------
 
     def _guest(self, options: Options, model: nn.Module, given: Any, tensors: ModelTensors) -> Iterator[Step]:
@@ -489,28 +409,24 @@ class Run:
         )
 
 
-def replica_on_host(context: RunContext) -> bool:
-    """Whether the replica is kept in host memory: where that is not the device's own, unless told otherwise."""
-    if context.config.replica == "auto":
-        return context.device.torch_device.type == "cuda"
-    return context.config.replica == "host"
-
-
-def down_codec(config: RunConfig) -> str:
-    """The codec of the weights' changes: as the gradients', unless another suits them better."""
-    return config.codec_down or codecs.down_of(codecs.names.first_of(config.codec))
+def second_loop() -> LoopError:
+    """The error for a `run.steps` that is called while the training of an earlier one is running."""
+    return LoopError(
+        "run.steps() was called while an earlier run.steps() of this program is still open",
+        hint="end the first loop before the second one begins; models that are trained in turns, such as a GAN, "
+        "train without guests: plain python, run = potluck.start() without host=True or web=True, and zip",
+    )
 
 
 def start(
     show: Callable[[RunEvent], None] | None = None, config: RunConfig | None = None, *, shows_steps: bool = True
 ) -> Run:
-    """The run that this process was started for. Without one, a run alone; `show` is told of its events.
+    """The run that this process was started for. Without one, a run alone, whose events go to `show`.
 
-    `shows_steps`: False where it shows nothing of single steps. Then it is not told of them.
+    `shows_steps`: False if it ignores single steps. Then it does not get them.
     """
-    launch = current()
-    if launch is not None:
-        return Run(launch.context)
+    if (context := current()) is not None:
+        return Run(context)
     environment = env.read()
     failpoints.arm(environment.failpoint)
     return Run(alone(environment, show, what=sys.argv[0], config=config, shows_steps=shows_steps))

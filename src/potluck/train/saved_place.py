@@ -1,15 +1,10 @@
-"""What a checkpoint says of its run beside the tensors: where it was in its data, and what must not change."""
+"""A checkpoint's data about its run besides tensors: the position in the data, and what must not change."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 from msgspec import Struct
 
-from potluck import checked
-from potluck.checked import Natural, Positive
-from potluck.errors import CheckpointError
+from potluck.bounds import Length, Natural, Positive, Text
 from potluck.train.optimizer_state import RngState
 
 
@@ -18,45 +13,32 @@ class DataPlace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     epoch: Natural = 0
     done: Natural = 0
-    """Batches of the epoch before it."""
+    """Number of batches of the epoch before it."""
     position: Natural = 0
-    """Samples of the run before it."""
-    digest: str = ""
-    """Of the indices of the epoch's batches before it."""
+    """Number of samples of the run before it."""
+    digest: Text = ""
+    """Hash of the indices of the epoch's batches before it."""
     generators: RngState | None = None
-    """The random generators when the epoch began; None if it has not."""
+    """States of the random generators when the epoch began; None if it has not begun."""
     fresh: bool = True
     """Whether the epoch began with new workers, whose seed was drawn from the loader's generator."""
     drawn: Natural = 0
-    """Batches after it that the sampler had given already, without worker processes."""
+    """Batches after it that the sampler, or a stream without worker processes, had already returned."""
+    drawn_digest: Text = ""
+    """Hash of the indices of these, from a sampler that may draw random numbers for each batch."""
     ended: bool = False
-    """Whether the stream's epoch ended with the batch before it, and its state is one of after the end."""
+    """Whether the stream's epoch ended with the batch before it, so that its state is the one after the end."""
 
 
 class SavedPlace(Struct, frozen=True, kw_only=True):
-    """`extra` in a checkpoint's manifest."""
+    """`place` in a checkpoint's manifest."""
 
-    samples: Natural | None
+    samples: Length | None
     """Length of the data set; None if it has none."""
     global_batch: Natural | None
     seed: int
+    """Of any size, as `run.steps` takes it."""
     micro_batch: Positive | None = None
-    """The host's, once found."""
+    """The host's micro-batch size, once found."""
     data: DataPlace | None = None
-    """None with a data set: the step's number says all."""
-
-    def as_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        return found
-
-
-def saved_place(extra: Any, *, where: object, step: int) -> SavedPlace:
-    """What the manifest at `where` holds; CheckpointError if Potluck has not written it."""
-    try:
-        return checked.as_kind(extra, SavedPlace)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(
-            f"{where} was not written by potluck: {error}",
-            hint="bring the folder back from a copy, or start a new run",
-            step=step,
-        ) from error
+    """None with a data set, for which the step's number is enough."""

@@ -1,4 +1,4 @@
-"""When a training's checkpoints are begun and what they hold; tells the run's log how each one ended."""
+"""Decides when checkpoints are written and what they contain, and logs the result of each."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from potluck.train.saved_place import DataPlace, SavedPlace
 
 
 class Saving:
-    """The checkpoints of one training, written beside it."""
+    """The checkpoints of one training, written while it runs."""
 
     def __init__(self, parts: Parts, folder: Path) -> None:
         self._p, self._log = parts, parts.context.log
         self.saved_step = parts.restored.step if parts.restored is not None else None
-        """Updates made in the newest checkpoint."""
+        """Number of updates in the newest checkpoint."""
         self.place: DataPlace | None = None
-        """Where in the data the next step begins, while it is awaited."""
+        """Position in the data at which the next step begins, while it is awaited."""
         self._finite_at_first = frozenset(finite_state(parts.model))
         self._last = False
         # The log goes to the disk first: after a power cut it tells of every step up to the checkpoint.
@@ -32,7 +32,8 @@ class Saving:
         return self.writer.start(self._snapshot(last=False))
 
     def finish(self) -> None:
-        """Save, and return when it is on the disk. Raises where it cannot be saved: there is no next time."""
+        """Save, and return when it is on the disk. Raises an error if it cannot be saved, because there is no next
+        attempt."""
         self.writer.settle()
         if self.saved_step != self._p.ledger.step:
             self.writer.start(self._snapshot(last=True))
@@ -50,17 +51,17 @@ class Saving:
             finite=self._finite_at_first,
             device_rng=p.context.device.rng_state(),
             state=p.state,
-            extra=SavedPlace(
+            place=SavedPlace(
                 samples=p.loader.samples,
                 global_batch=p.loader.global_batch,
                 seed=p.options.seed,
                 micro_batch=p.micro.settled,
                 data=p.loader.state(step) if self.place is None else self.place,
-            ).as_json(),
+            ),
         )
 
     def _not_saved(self, step: int, error: RunFolderError) -> None:
-        """The disk is full, or gone: the run continues and tries again after the next interval."""
+        """Report that the disk is full, or gone. The run continues and tries again after the next interval."""
         self._log.emit(CheckpointFailed(step=step, reason=error.what, again=not self._last))
 
     def _saved(self, step: int, path: Path, seconds: float) -> None:

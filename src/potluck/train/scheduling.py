@@ -1,4 +1,4 @@
-"""The user's learning-rate scheduler: owns that it is stepped once a step, and by nobody else."""
+"""Steps the user's learning-rate scheduler once per step, and refuses other calls of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Scheduling:
         self._at = self._count()
 
     def step(self, loss: float | None = None) -> None:
-        """After each step, whether its update was made or not: a schedule goes by steps. `loss`: the metric."""
+        """Call after each step, whether its update was made or not, because a schedule counts steps. `loss`: the
+        metric."""
         if self._scheduler is None or (self.takes_loss and (loss is None or not math.isfinite(loss))):
             return
         if self._count() != self._at:
@@ -35,21 +36,22 @@ class Scheduling:
         except Exception as error:
             raise LoopError(
                 f"the scheduler ({type(self._scheduler).__name__}) cannot be stepped: {error}",
-                hint="was it made for fewer steps? A resumed run brings back the scheduler's own state, its number "
+                hint="was it made for fewer steps? A resumed run restores the scheduler's own state, its number "
                 "of steps included: keep `steps`, or start a new run",
             ) from error
         self._at = self._count()
 
     def rates(self) -> list[Any]:
-        """The learning rates now; of one that is a tensor, how often it was written to: no device waits."""
+        """The present learning rates. For one that is a tensor, how often it was written to, which needs no wait
+        for the device."""
         rates = [group.get("lr") for group in self._optimizer.param_groups]
         return [(id(r), r._version) if isinstance(r, torch.Tensor) else r for r in rates]
 
     def check(self, before: list[Any], step: int) -> None:
-        """After the loop's body: refuse a scheduler stepped in it, as often as a step has micro-batches.
+        """After the loop's body: refuse a scheduler that was stepped in it, once for each micro-batch.
 
-        A script may set a rate of its own there, if it is the same for all micro-batches of a step. A scheduler of
-        torch's on the optimizer is known by `initial_lr`.
+        A script may set its own rate there, if it is the same for all micro-batches of a step. A torch scheduler on
+        the optimizer is recognised by `initial_lr`.
         """
         if self.rates() == before:
             return

@@ -1,6 +1,6 @@
 """`run.state`: the script's own values that a checkpoint keeps, such as the best loss so far.
 
-Owns what may be in it. How it is written and read back is `checkpoint`'s.
+Owns the rules for its values. `checkpoint` writes and reads it.
 """
 
 from __future__ import annotations
@@ -8,14 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import Struct
+
+from potluck.bounds import Named
 from potluck.errors import LoopError
-from potluck.train.optimizer_state import Stateful, flatten
+from potluck.train.optimizer_state import Json, Stateful, flatten
 
 OF = "run.state"
 
 
+class StateEntry(Struct, frozen=True, kw_only=True):
+    """`run.state` in a checkpoint's manifest."""
+
+    values: Named[Json] = {}
+    objects: Named[Json] = {}
+    """The state_dicts of its objects."""
+
+
 class ScriptState(dict[str, Any]):
-    """A dictionary of what a checkpoint can hold: a value that it cannot is refused where it is put in.
+    """A dictionary of values that a checkpoint can hold. Any other value is refused at the assignment.
 
     A value is a number, a string, None, a dense tensor, a list, tuple or dictionary of these, or an object with
     `state_dict()` and `load_state_dict()`.
@@ -40,7 +51,7 @@ class ScriptState(dict[str, Any]):
 
 
 def check(key: Any, value: Any) -> None:
-    """Raise an error that names the key, where a checkpoint cannot hold it or its value."""
+    """Raise an error that names the key, if a checkpoint cannot hold it or its value."""
     if not isinstance(key, str):
         raise LoopError(
             f"run.state has the key {key!r}, which is a {type(key).__name__}", hint="its keys are strings"
@@ -54,18 +65,18 @@ def is_stateful(value: Any) -> bool:
 
 
 def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Stateful]]:
-    """The plain values, and the objects that are asked for theirs."""
+    """The plain values, and the states of the objects."""
     objects = {key: value for key, value in state.items() if is_stateful(value)}
     return {key: value for key, value in state.items() if key not in objects}, objects
 
 
-def misfit(state: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+def misfit(state: Mapping[str, Any], saved: StateEntry) -> str:
     """Why a checkpoint's `saved` state does not fit what the script has put in; empty if it does."""
     _, objects = split(state)
-    for key in saved["objects"]:
+    for key in saved.objects:
         if key not in objects:
             return f"run.state[{key!r}] is an object there, and here there was none when run.steps() was called"
-    for key in saved["values"]:
+    for key in saved.values:
         if key in objects:
             return f"run.state[{key!r}] is a plain value there and an object here"
     return ""

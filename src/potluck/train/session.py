@@ -1,7 +1,7 @@
 """The life of a run on its host, or alone: its folder, keys, token, admission of guests, view, signals and end.
 
-A `Session` opens all of this and closes it in order, whatever happens inside. It needs no command line. It is given
-what the layers above add: a view that shows events, and something that starts guests on this machine.
+A `Session` opens all of this and closes it in order, whatever happens inside. Meanwhile the machine stays awake. It
+needs no command line. `run_session` gives it what belongs to higher parts, such as the view.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -23,37 +22,45 @@ from typing import Any, Protocol, Self
 from msgspec import structs
 
 from potluck.device import Device, pick, pick_for_rank
-from potluck.env import Environment
+from potluck.env import Environment, machine_name
 from potluck.errors import LoopError, NonFiniteError
-from potluck.hub.waiting import WaitingRoom
+from potluck.hub.members import Member
 from potluck.limits import usable_cores
-from potluck.sinks import guarded
+from potluck.sinks import guarded, say
 from potluck.spec.config import RunConfig
-from potluck.spec.events import GuestJoined, RunEvent, RunNote, StrangerRefused
-from potluck.spec.manifest import MachineEntry, Manifest, RecipeEntry
+from potluck.spec.events import GuestJoined, RunEvent, RunNote
+from potluck.spec.manifest import MachineEntry, Manifest
 from potluck.spec.messages import Source
 from potluck.train import host_ranks
+from potluck.train.admitting import admit_guests, send_away
+from potluck.train.awake import awake
 from potluck.train.checkpoint_folder import newest_first
-from potluck.train.context import ALONE, HOST, RANK, Admission, RunContext
+from potluck.train.context import ALONE, HOST, RANK, Admission, LoopState, RunContext
 from potluck.train.ending import Interrupted
-from potluck.train.events import EventLog, View
+from potluck.train.event_log import EventLog, View
 from potluck.train.folder import RunFolder, new_folder, open_folder
+from potluck.train.handing_out import by_code, in_file
+from potluck.train.run_specs import RunSpec
 from potluck.train.telemetry import versions
-from potluck.wire.keys import HostKeys, load_keys, new_keys, save_keys
-from potluck.wire.token import LOOPBACK, Token, cables_first, checked_bind, encode, local_addresses
-from potluck.wire.transport import HostSocket
 
 Listener = Callable[[Path, Manifest, Callable[[str], None]], View]
-"""Opens something that is told of all events, such as a logger. It is given the run's folder, its manifest, and a
-function that shows a sentence. That must not be called from inside `event`, which runs under the log's lock."""
+"""Opens a receiver of all events, such as a logger. It gets the run's folder, its manifest, and a function that
+shows a sentence. That function must not be called from inside `event`, which runs under the log's lock."""
 
 
-class Watched(Protocol):
+class ServedPage(Protocol):
     """The page in the browser, while it is served."""
 
     url: str
 
     def close(self) -> None: ...
+
+
+OpenPage = Callable[[RunFolder, str, Callable[[], Sequence[Member]]], ServedPage]
+"""Opens the page of a run. It gets the run's folder, the requested address, and a function that returns the present
+guests."""
+WatchReader = Callable[[Callable[[], None]], AbstractContextManager[None]]
+"""Inside, calls a function in another thread when the reader of this process's output is gone."""
 
 
 class GuestProcesses(Protocol):
@@ -62,40 +69,16 @@ class GuestProcesses(Protocol):
     def start(self, count: int, *, token: str, threads: int, config: RunConfig) -> None: ...
 
     def close(self) -> list[str]:
-        """End them; what went wrong with any, in words."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSpec:
-    """A run about to start, resolved."""
-
-    role: str
-    config: RunConfig
-    what: str
-    """The recipe's or the script's name."""
-    recipe: RecipeEntry | None = None
-    """None for a script."""
-    source: Source | None = None
-    """What guests run."""
-    files: tuple[bytes, ...] = ()
-    """The contents of the files in `source`."""
-    runs: Path = Path("runs")
-    """Where a new run's folder is made."""
-    resume: Path | None = None
-    """The folder of the run to resume."""
-    guests: int = 0
-    """Guests to start on this machine. With any, the port is open to this machine only."""
-    keys: HostKeys | None = None
-    """A new run's keys, where it shares those of an earlier one, and so its token; made if not given."""
-    again: Callable[[Path], str] | None = None
-    """How to resume the run in a folder, in words; where a NaN ends the run, the error says it."""
+        """End them. Returns a sentence about each guest that failed."""
 
 
 class Session:
     """One run's life: open from `__enter__` to `__exit__`, or to `close`."""
 
     context: RunContext
-    """The run as its loop sees it, from `__enter__` on."""
+    """The run from the view of its loop, set by `__enter__`."""
+    code: str | None = None
+    """The code by which machines in this network join, if one was requested."""
 
     def __init__(
         self,
@@ -105,14 +88,15 @@ class Session:
         *,
         guests: Callable[[Path], GuestProcesses] | None = None,
         listener: Listener | None = None,
-        page: Callable[[RunContext], Watched] | None = None,
-        signals: bool = True,
+        page: OpenPage | None = None,
+        show_code: Callable[[str], None] | None = None,
+        reader: WatchReader | None = None,
     ) -> None:
-        """`guests` is given the run's folder; needed where `spec.guests` is not 0.
+        """`guests` gets the run's folder; it is needed if `spec.guests` is not 0.
 
-        `listener` and `page`, what serves the page if the config asks for one: opened on rank 0 only.
+        `listener`, `reader` and `page`, which serves the page if the config requests one, are used on rank 0 only.
 
-        `signals`: handle them for as long as the session is open. Otherwise, see `signals()`.
+        `show_code` shows a sentence with a new code, which must not be in the log; if not given, the view does.
         """
         self.spec = spec
         self._environment = environment
@@ -121,8 +105,8 @@ class Session:
         self._open_listener = listener
         self._listener: View | None = None
         self._open_page = page
-        self.page: Watched | None = None
-        self._all_signals = signals
+        self._show_code = show_code or self._show
+        self._watch_reader = reader
         self._closing = ExitStack()
         self.closed = False
         self._owner = os.getpid()
@@ -137,19 +121,24 @@ class Session:
 
     @property
     def token(self) -> str | None:
-        """What guests join with; None where nobody can."""
+        """The token; None if no guest can join."""
         return self.context.admission.token if self.context.admission is not None else None
 
     def __enter__(self) -> Self:
         place = host_ranks.place()
         try:
-            if place is not None and not place.leads:
-                self._open_rank()
-            else:
+            leads = place is None or place.leads
+            if leads:
                 self._open(self._closing)
-            if self._all_signals:
+            else:
+                self._open_rank()
+            if not self.spec.in_script:
                 self._closing.enter_context(self.signals())
             self._closing.push(self._end_training)
+            if leads:
+                self._share(self._closing)
+                if self._watch_reader is not None:
+                    self._closing.enter_context(self._watch_reader(self._reader_gone))
         except BaseException:
             self._closing.__exit__(*sys.exc_info())
             raise
@@ -165,18 +154,20 @@ class Session:
             self._closing.__exit__(kind, error, trace)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the run: finished, or failed with `error`. Harmless when it has been closed. From any thread."""
+        """End the run: finished, or failed with `error`. Does nothing if it is already closed. Callable from any
+        thread."""
         self.__exit__(type(error) if error is not None else None, error, None)
 
     def on_close(self, call: Callable[[], None]) -> None:
-        """Call this when the run is closed, before anything else is."""
+        """Register a function to call first when the run is closed."""
         self._closing.callback(call)
 
     def check_began(self) -> None:
-        """After a script: one that never came to its loop trained alone, if at all, while guests waited."""
-        if self.context.role in (HOST, RANK) and not self.context.began:
+        """Call after a script: an error says if it never reached its loop, because it then trained alone while
+        guests waited."""
+        if self.context.role in (HOST, RANK) and not self.context.loop.began:
             raise LoopError(
-                f"{self.context.what} ended without reaching run.steps(): what it trained, it trained alone",
+                f"{self.context.what} ended without reaching run.steps(): if it trained, it trained alone",
                 hint="its loop must be `for step in run.steps(model, optimizer, dataset, global_batch=…)`, with "
                 "run = potluck.start(); is it below an `if` whose condition is false?",
             )
@@ -190,49 +181,56 @@ class Session:
             role=RANK,
             config=self.spec.config,
             device=device,
-            name=machine_name(self.spec.config, self._environment),
+            name=machine_name(self.spec.config.name, self._environment),
             log=EventLog(None),
             what=self.spec.what,
             ranks=group,
+            interruption=self._interruption,
         )
 
     def _open(self, stack: ExitStack) -> None:
-        """`stack` closes in reverse order, each whatever happens to the others."""
-        spec = self.spec
+        """`stack` closes everything in reverse order, even if some of it fails."""
+        spec, loop = self.spec, LoopState()
+        stack.enter_context(awake())
         folder = stack.enter_context(_run_folder(spec))
         device, group = self._device()
         log = EventLog(folder.events, self._seen)
-        self.context = context = RunContext(
-            role=spec.role,
-            config=spec.config,
-            device=device,
-            name=machine_name(spec.config, self._environment),
-            log=log,
-            what=spec.what,
-            folder=folder,
-            resume=spec.resume is not None,
-            ranks=group,
-        )
-        if spec.again is not None:
-            context.again = spec.again
         stack.callback(guarded(self._add_machines, "the list of machines in manifest.json"), folder)
+        page = None
         if self._open_page is not None and spec.config.web is not None:
-            self.page = self._open_page(context)
-            context.page_url = self.page.url
-            stack.callback(self.page.close)  # when the log is complete
+            page = self._open_page(folder, spec.config.web, lambda: loop.members())
+            stack.callback(page.close)  # when the log is complete
         stack.callback(log.close)
-        stack.push(self._tell_how_to_resume)
+        stack.push(lambda kind, error, trace: self._tell_how_to_resume(folder, error, began=loop.began))
         stack.callback(self._view.close)
         stack.callback(self._close_listener)
         guests = self._make_guests(folder.path) if self._make_guests is not None else None
         if guests is not None:
             # Where the run itself fails its guests end with a status too, which is no second fault.
             stack.push(lambda kind, error, trace: _send_home(guests, log, tell=not isinstance(error, Exception)))
+        admission: Admission | None = None
         if spec.role != ALONE:
-            context.admission = admission = _admission(stack, spec, folder, log)
-            stack.push(lambda kind, error, trace: send_away(context, error))
-            admission.waiting.start()
-        manifest = _manifest(context, spec)
+            admission = admit_guests(stack, spec, folder, log)
+            waiting = admission.waiting
+            stack.push(lambda kind, error, trace: send_away(waiting, spec.what, error, began=loop.began))
+            waiting.start()
+        self.context = RunContext(
+            role=spec.role,
+            config=spec.config,
+            device=device,
+            name=machine_name(spec.config.name, self._environment),
+            log=log,
+            what=spec.what,
+            folder=folder,
+            resume=spec.resume is not None,
+            ranks=group,
+            admission=admission,
+            again=spec.again,
+            page_url=page.url if page is not None else None,
+            interruption=self._interruption,
+            loop=loop,
+        )
+        manifest = _manifest(self.context, spec)
         if spec.resume is not None and (changed := _changed_arguments(folder.read_manifest().source, spec.source)):
             log.emit(RunNote(text=changed))
         folder.write_manifest(manifest)
@@ -240,9 +238,24 @@ class Session:
             opened = self._open_listener(folder.path, manifest, lambda text: log.emit(RunNote(text=text)))
             self._listener = guarded(opened, "a logger")
         if spec.guests:
-            assert guests is not None and context.admission is not None
+            assert guests is not None and admission is not None
             threads = max(1, usable_cores() // (1 + spec.guests))
-            guests.start(spec.guests, token=context.admission.token, config=spec.config, threads=threads)
+            guests.start(spec.guests, token=admission.token, config=spec.config, threads=threads)
+
+    def _share(self, stack: ExitStack) -> None:
+        """Hand out the token in the requested ways."""
+        sharing, port = self.spec.sharing, self.spec.config.port
+        if self.token is None:
+            return
+        if sharing.token_file is not None:
+            stack.enter_context(in_file(sharing.token_file, self.token))
+        if sharing.lan:
+            way = by_code(self.token, port + 1 if port else 0, self.context.log, self._show_code)
+            self.code = stack.enter_context(way)
+
+    @property
+    def _interruption(self) -> type[KeyboardInterrupt]:
+        return KeyboardInterrupt if self.spec.in_script else Interrupted
 
     def _device(self) -> tuple[Device, host_ranks.Ranks | None]:
         config, environment = self.spec.config, self._environment
@@ -260,44 +273,54 @@ class Session:
 
     # -- while it runs ----------------------------------------------------------------------------------
 
-    def stopped_line(self) -> str:
-        """What the person who stopped the run is told: where it was saved, and how to go on."""
-        folder = self.folder
+    def stopped_line(self) -> str | None:
+        """The line after a stop: where the run was saved, and how to resume it. None if nothing was saved."""
+        folder = self.context.folder
+        if folder is None or not folder.path.exists():
+            return None
         saved = newest_first(folder.checkpoints)
         where = f", saved in {folder.path} after step {int(saved[0].name.rpartition('-')[2])}" if saved else ""
-        return f"stopped{where}; go on with: {self.context.again(folder.path)}"
+        return f"stopped{where}; resume with: {self.context.again(folder.path)}"
 
     def send(self, source: Source, files: tuple[bytes, ...]) -> None:
-        """What guests run, where that is not known before the training begins."""
+        """Set the code that guests run, if it was not known before the training began. `context` is a new one."""
         assert self.context.admission is not None
-        self.context.admission = replace(self.context.admission, source=source, files=files)
+        admission = replace(self.context.admission, source=source, files=files)
+        self.context = replace(self.context, admission=admission)
         self.folder.write_manifest(structs.replace(self.folder.read_manifest(), source=source))
 
-    def show(self, text: str) -> None:
-        """Show a sentence that the log must not hold. From any thread."""
+    def _show(self, text: str) -> None:
+        """Show a sentence that must not be in the log."""
         self._view.event(RunNote(text=text))
+
+    def _reader_gone(self) -> None:
+        # Ctrl-C ends the other programs of a pipe too: then this is no news.
+        if not self.context.loop.stop_requested():
+            self.context.loop.request_stop()
+            say("the output pipe was closed: stopping, as with Ctrl-C")
 
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Inside, the first Ctrl-C (or SIGTERM, or the end of the terminal) ends the training in order.
 
-        The second raises KeyboardInterrupt, as does the first where no training is under way. Does nothing outside
-        the main thread, where Python has no signals.
+        The second raises KeyboardInterrupt, as does the first if no training is running. Does nothing outside the
+        main thread, where Python handles no signals.
         """
         signalled = False
 
         def on_signal(number: int, frame: Any) -> None:
             nonlocal signalled
-            if self.context.role == RANK and self.context.began:
+            loop = self.context.loop
+            if self.context.role == RANK and loop.began:
                 return
-            if signalled or not self.context.training:
+            if signalled or not loop.training:
                 raise KeyboardInterrupt
             signalled = True
-            self.context.request_stop()
-            note = RunNote(text="stopping: saving first (once more Ctrl-C to stop at once)")
+            loop.request_stop()
+            note = RunNote(text="stopping: saving first (press Ctrl-C again to stop immediately)")
             # In a thread: the signal may have come while this very thread holds the view's lock.
             threading.Thread(target=self._view.event, args=(note,), daemon=True).start()
-            if self.context.waits_here:
+            if loop.waits_here:
                 raise Interrupted  # nothing of the step has been computed, and its samples may never come
 
         with _handled(on_signal):
@@ -308,17 +331,14 @@ class Session:
     def _end_training(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.context.end_training("finished" if error is None else "failed")
+        self.context.loop.end("finished" if error is None else "failed")
 
-    def _tell_how_to_resume(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """After a failure, where there is a checkpoint. A stop and a NaN say it by themselves."""
+    def _tell_how_to_resume(self, folder: RunFolder, error: BaseException | None, *, began: bool) -> None:
+        """Show how to resume after a failure, if there is a checkpoint. The messages for a stop and for NaN already
+        say it."""
         failed = isinstance(error, Exception) and not isinstance(error, NonFiniteError)
-        if failed and self.context.began and newest_first(self.folder.checkpoints):
-            line = f"resume from the last checkpoint with: {self.context.again(self.folder.path)}"
-            with suppress(OSError):  # nobody may read it any more
-                print(line, file=sys.stderr, flush=True)
+        if failed and began and newest_first(folder.checkpoints):
+            say(f"resume from the last checkpoint with: {self.spec.again(folder.path)}")
 
     def _close_listener(self) -> None:
         if self._listener is not None:
@@ -330,10 +350,6 @@ class Session:
         manifest = folder.read_manifest()
         known = [machine for machine in manifest.machines if machine.name not in self._joined]
         folder.write_manifest(structs.replace(manifest, machines=(*known, *self._joined.values())))
-
-
-def machine_name(config: RunConfig, environment: Environment) -> str:
-    return config.name or environment.name or socket.gethostname().split(".")[0] or "machine"
 
 
 def alone(
@@ -352,7 +368,7 @@ def alone(
         config=config,
         device=device,
         ranks=group,
-        name=machine_name(config, environment),
+        name=machine_name(config.name, environment),
         log=EventLog(None, show, shows_steps=shows_steps),
         what=what,
     )
@@ -363,7 +379,7 @@ def device_here(
 ) -> tuple[Device, host_ranks.Ranks | None]:
     """This process's device; under torchrun, also the host's ranks, which meet here.
 
-    `beside`: guests on this machine, for which cores are left.
+    `beside`: number of guests on this machine, for which cores are reserved.
     """
     place = host_ranks.place()
     if place is None:
@@ -380,7 +396,7 @@ def device_here(
 
 @contextmanager
 def _run_folder(spec: RunSpec) -> Iterator[RunFolder]:
-    """The run's folder. A new one in which nothing has happened yet outlives neither an error nor Ctrl-C."""
+    """The run's folder. A new folder is removed after an error or Ctrl-C if nothing has happened in the run."""
     if spec.resume is not None:
         folder = open_folder(spec.resume)
         with folder.held():
@@ -397,7 +413,7 @@ def _run_folder(spec: RunSpec) -> Iterator[RunFolder]:
 
 
 def _changed_arguments(before: Source | None, now: Source | None) -> str | None:
-    """A resumed script's own arguments are not taken from the saved run: say where they are others."""
+    """A resumed script's arguments are not taken from the saved run, so report where they differ."""
     if before is None or now is None or before.arguments == now.arguments:
         return None
     were, are = (shlex.join(source.arguments) or "none" for source in (before, now))
@@ -411,7 +427,7 @@ def _has_anything(folder: RunFolder) -> bool:
 
 
 def _manifest(context: RunContext, spec: RunSpec) -> Manifest:
-    """What the run folder says of the run before it starts."""
+    """The manifest of the run, written before it starts."""
     return Manifest(
         what=spec.what,
         command="host" if spec.role == HOST and not spec.guests else "train",
@@ -425,64 +441,6 @@ def _manifest(context: RunContext, spec: RunSpec) -> Manifest:
     )
 
 
-def _admission(stack: ExitStack, spec: RunSpec, folder: RunFolder, log: EventLog) -> Admission:
-    """Bind the port and make the token. A resumed run has the same keys and port, so the same token."""
-    config, only_here = spec.config, spec.guests > 0
-    port = config.port
-    if folder.keys.exists():
-        keys = load_keys(folder.keys)
-        port = port or folder.read_manifest().port or 0
-    else:
-        keys = spec.keys or new_keys()
-        save_keys(folder.keys, keys)
-    bind = LOOPBACK if only_here else checked_bind(config.bind) or next(iter(local_addresses()), LOOPBACK)
-    listening = HostSocket(bind=bind, port=port, keys=keys, on_denied=_denied(log))
-    stack.callback(listening.close)
-    if listening.warning is not None and not only_here:
-        log.emit(RunNote(text=listening.warning))
-    every = bind in ("0.0.0.0", "::")
-    addresses = cables_first(local_addresses(ipv6=bind == "::")) if every else (bind,)
-    token = encode(
-        Token(
-            addresses=addresses or (LOOPBACK,),
-            port=listening.port,
-            host_public=keys.public,
-            guest_secret=keys.guest_secret,
-        )
-    )
-    folder.write_token(token)
-    waiting = WaitingRoom(listening, what=spec.what, emit=log.emit)
-    return Admission(
-        socket=listening, waiting=waiting, keys=keys, token=token, source=spec.source, files=spec.files
-    )
-
-
-def _denied(log: EventLog) -> Callable[[str], None]:
-    """Log strangers, but not without end: after the first few only every hundredth."""
-    count = 0
-
-    def on_denied(address: str) -> None:
-        nonlocal count
-        count += 1
-        if count <= 5 or count % 100 == 0:
-            reason = "no valid token" + (f" ({count} so far)" if count > 5 else "")
-            log.emit(StrangerRefused(address=address, reason=reason))
-
-    return on_denied
-
-
-def send_away(context: RunContext, error: BaseException | None) -> None:
-    """Guests that wait for a training that will not begin are told so, and why."""
-    if isinstance(error, KeyboardInterrupt):
-        reason = "it was stopped there"
-    elif error is None or isinstance(error, SystemExit) or (isinstance(error, LoopError) and not context.began):
-        reason = f"{context.what} ended without reaching run.steps()"
-    else:
-        reason = f"{context.what} failed before its first step"
-    if context.admission is not None:
-        context.admission.waiting.close(reason)
-
-
 def _send_home(guests: GuestProcesses, log: EventLog, *, tell: bool) -> None:
     for words in guests.close():
         if tell:
@@ -491,7 +449,7 @@ def _send_home(guests: GuestProcesses, log: EventLog, *, tell: bool) -> None:
 
 @contextmanager
 def _handled(on_signal: Callable[[int, Any], None]) -> Iterator[None]:
-    """Inside, this handles Ctrl-C, SIGTERM and the end of the terminal. A handler set meanwhile stays."""
+    """Inside, this handles Ctrl-C, SIGTERM and the end of the terminal. A handler that the script sets stays."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,6 @@
-"""One step as the user's loop sees it: batches to compute, `backward`, and the loss when it is done.
+"""One step in the user's loop: batches to compute, `backward`, and the loss at the end.
 
-Owns the contract between our iterators and the user's loop body. It knows no hub: what a batch is and what
-follows it is the trainer's.
+Owns the contract between our iterators and the user's loop body.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ TOTALS = 4
 
 @dataclass(slots=True)
 class Current:
-    """The micro-batch in the user's hands."""
+    """The micro-batch that the user's loop computes."""
 
     samples: int
     done: bool = False
@@ -35,16 +34,16 @@ class Current:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRules:
-    """What is the same in all steps of a loop."""
+    """Settings that are the same in all steps of a loop."""
 
     batches: Callable[[Step], Iterator[Any]]
     after_backward: Callable[[int], None]
     """Called with the number of samples."""
     loss_is: str
     trained: Sequence[nn.Parameter] = ()
-    """Whose gradients the loop's body must leave alone."""
+    """Parameters whose gradients the loop's body must not change."""
     sends: bool = False
-    """Whether the gradients are used up after backward."""
+    """Whether the gradients are consumed after backward."""
 
 
 class Step:
@@ -62,7 +61,8 @@ class Step:
         ends_epoch: Callable[[], bool] = lambda: False,
         whole: int | None = None,
     ) -> None:
-        """`whole`: the step's samples if this process computes them all; then the gradients are means at once."""
+        """`whole`: the step's number of samples if this process computes them all; then backward computes means
+        directly."""
         self.index = index
         """The number of this step, from 0."""
         self.epoch = epoch
@@ -99,8 +99,8 @@ class Step:
     def backward(self, loss: Tensor, items: float | Tensor | None = None) -> None:
         """Add this micro-batch's gradient to the step's, weighted by its samples, or by its `items`.
 
-        `items`: how many tokens, pixels or pairs the loss is the mean of. The step's gradient is then the mean over
-        the items of all its micro-batches on all machines. A count that lies on a GPU is not waited for.
+        `items`: number of tokens, pixels or pairs that the loss is the mean of. The step's gradient is then the
+        mean over the items of all its micro-batches on all machines. Potluck does not wait for a count on a GPU.
         """
         current = self._current
         if current is None:
@@ -118,7 +118,7 @@ class Step:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise LoopError(
                 "step.backward() needs the loss: a tensor of one value that depends on the model",
-                hint='the mean over the samples of the batch; for a sum say run.steps(…, loss_is="sum")',
+                hint='the mean over the samples of the batch; for a sum use run.steps(…, loss_is="sum")',
                 step=self.number,
             )
         if self.index == 0 and self.counts_items is None and _is_scaled(loss):  # once: on a GPU this waits
@@ -143,12 +143,12 @@ class Step:
         self._rules.after_backward(current.samples)
 
     def _add_loss(self, loss: Tensor, factor: float) -> None:
-        """On a GPU it stays there; where it can be read at once, a number costs less than a tensor."""
+        """A loss on a GPU stays there. Otherwise it becomes a number, which costs less than a tensor."""
         self._mark_gradients()
         self._loss_sum = self._loss_sum + (loss.item() if loss.is_cpu else loss.detach().float()) * factor
 
     def _weight(self, items: float | Tensor | None, samples: int) -> float | Tensor:
-        """What a mean is multiplied by: the samples, or the items, which are then counted."""
+        """The factor of a mean: the number of samples, or of items, which are then counted."""
         counts = items is not None
         if self.counts_items is not None and self.counts_items != counts:
             raise LoopError(
@@ -185,7 +185,7 @@ class Step:
     def ends_epoch(self) -> bool:
         """Whether this is the last step of its epoch; False on a guest.
 
-        A stream does not know: asking reads its next batch. Ask before the next step.
+        For a stream, this reads its next batch. Read it before the next step begins.
         """
         if self._ends_epoch is None:
             self._ends_epoch = self._ask_ends_epoch()
@@ -217,14 +217,14 @@ class Step:
             self._mark_gradients()
 
     def _mark_gradients(self) -> None:
-        """Remember which tensors the gradients are, and how often each was written to; no device waits for that."""
+        """Remember the gradient tensors and how often each was written to. This needs no wait for the device."""
         self._marks = _marks(self._rules.trained)
 
     def _check_gradients(self) -> None:
         if self._marks != _marks(self._rules.trained):
             raise LoopError(
                 "the gradients were changed in the loop, for example by zero_grad() or clip_grad_norm_()",
-                hint="Potluck clears, sums and clips them: take zero_grad() out of the loop, and say clip_norm=… "
+                hint="Potluck clears, sums and clips them: take zero_grad() out of the loop, and give clip_norm=… "
                 "to run.steps(); before_update=… may change the gradient of the whole step",
                 step=self.number,
             )
@@ -251,11 +251,11 @@ class Step:
         return float(self._loss_sum)
 
     def loss_so_far(self) -> Tensor | float:
-        """The same, still on the device."""
+        """The same, on the device."""
         return self._loss_sum
 
     def items_so_far(self) -> Tensor | float | None:
-        """This machine's items, still on the device; None where samples count."""
+        """This machine's items, on the device; None if samples are counted."""
         return self._items if self.counts_items else None
 
     def items(self) -> float | None:
@@ -263,16 +263,18 @@ class Step:
         return float(self._items) if self.counts_items else None
 
     def mean_loss(self, samples: int) -> float:
-        """Over this machine's `samples`, or their items."""
+        """The mean loss over this machine's `samples`, or their items."""
         items = self.items()
         return mean_of(self.loss_sum(), samples if items is None else items)
 
     def totals(self) -> list[Tensor | float]:
-        """What the host's ranks add up: loss, items, and a 1 where items were counted, or where samples were."""
+        """The figures that the host's ranks add up: loss, items, and a 1 if items were counted or if samples
+        were."""
         return [self._loss_sum, self._items, float(self.counts_items is True), float(self.counts_items is False)]
 
     def divisor(self, totals: Tensor, samples: int) -> float:
-        """What the ranks' summed gradient is divided by, from their summed `totals`. Waits where items count."""
+        """The divisor of the ranks' summed gradient, from their summed `totals`. Waits for the device if items are
+        counted."""
         if self.counts_items is False:
             return samples
         _, items, with_items, without = totals[:TOTALS].tolist()
@@ -290,7 +292,7 @@ class Step:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Inside, gradients, loss and items begin at nothing; then they are added to those of before."""
+        """Inside, gradients, loss and items start at zero; afterwards they are added to the previous ones."""
         trained, loss, items = self._rules.trained, self._loss_sum, self._items
         before = [parameter.grad for parameter in trained]
         for parameter in trained:
@@ -306,7 +308,7 @@ class Step:
 
 
 def mean_of(total: float, count: float) -> float:
-    """NaN where there is nothing to take the mean of."""
+    """The mean; NaN if there are no samples or items."""
     return total / count if count else math.nan
 
 
@@ -315,7 +317,7 @@ def _marks(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int] | None]:
 
 
 def _is_scaled(loss: Tensor) -> bool:
-    """Whether it is the product of something and 65,536, the factor with which a GradScaler begins."""
+    """Whether it is a product with 65,536, the initial factor of a GradScaler."""
     made_by = loss.grad_fn
     factors = (getattr(made_by, name, None) for name in ("_saved_self", "_saved_other"))
     return type(made_by).__name__ == "MulBackward0" and any(

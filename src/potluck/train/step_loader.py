@@ -1,11 +1,13 @@
-"""The samples of one step after another, as the host deals them: the common part, and the steps of a data set.
+"""The samples of each step, in the order in which the host gives them out: the common part, and the steps of a data
+set.
 
-Owns the order of steps, where in the data a run is, and the samples of the step under way.
+Owns the order of steps, the position in the data, and the samples of the current step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -20,14 +22,14 @@ from potluck.train.packing import Collate, HeldStep
 from potluck.train.saved_place import DataPlace
 
 TRIED_AHEAD, LONGEST_AHEAD_S = 3, 0.02
-"""Micro-batches are not read ahead any more if each of the last few kept the others from reading for this long."""
+"""Reading ahead stops if each of the last few micro-batches blocked other reads for this long."""
 
 
 class StepLoader(ABC):
-    """Gives the ledger its steps, and the host and the leases their batches."""
+    """Gives the ledger its steps, and gives batches to the host and the leases."""
 
     samples: int | None
-    """Samples in the data set, if it says."""
+    """Samples in the data set, if known."""
     global_batch: int | None
     """Samples in a step; the last one of an epoch may have fewer, and a batch sampler decides for itself."""
     workers: int | None = None
@@ -36,6 +38,8 @@ class StepLoader(ABC):
     """Whether worker processes were started again for this step, which begins an epoch."""
     waits = True
     """Whether `next_step` and `ready` wait for the user's code."""
+    cut_ahead = 0
+    """Steps that worker processes may have cut into micro-batches ahead of this one; 0: they cut none."""
 
     def __init__(self, reader: Loader | None) -> None:
         self._reader = reader
@@ -47,15 +51,36 @@ class StepLoader(ABC):
 
     @abstractmethod
     def next_step(self) -> StepSamples | None:
-        """The samples of the next step; those of the last one are let go."""
+        """The samples of the next step; frees those of the last one."""
 
     def ready(self) -> None:  # noqa: B027 - only worker processes are waited for
         """Wait until worker processes have read the step's samples."""
 
+    def cut(  # noqa: B027 - only worker processes cut
+        self, size: int, *, least: int = 1, share: float = 1.0, anyhow: bool = True
+    ) -> None:
+        """Worker processes are to collate what the host will compute of the steps that they read from now on.
+
+        Matters only where the user has a collate function of their own. `size`: of the host's micro-batches; 0: not
+        known yet, the samples are sent as they are. `share`: of the step is the host's. `anyhow`: any other part of
+        the step may be wanted too, and more than once, so its samples are sent beside the micro-batches.
+        """
+
+    def made_at(self, position: int | None) -> int:
+        """How many samples from this one on are a micro-batch that a worker process has collated; 0: none."""
+        now, held = self._now, self._held
+        return 0 if None in (now, held, position) else held.made_at(position - now.first)  # type: ignore
+
     def fetch(self, positions: Sequence[int]) -> Any | None:
         """The batch of these positions of the step, on the CPU; None if the step is over."""
-        if not self._in_step(positions[0]):
+        now, held = self._now, self._held
+        if now is None or not now.holds(positions[0]):
             return None  # at once: the lock may be held until worker processes have read the next step
+        if held is not None and self._now is now:
+            # Without the lock: another thread may hold it while it collates what a guest is lent.
+            rows = [position - now.first for position in positions]
+            if held.is_made(rows):
+                return held.part(rows)
         with self._lock:
             now, held = self._now, self._held
             if now is None or not self._in_step(positions[0]):
@@ -65,10 +90,7 @@ class StepLoader(ABC):
                 keys = now.keys
                 assert keys is not None and self._reader is not None
                 return self._reader.fetch([keys[position - first] for position in positions])
-            rows = [position - first for position in positions]
-            if not held.sliced:
-                return held.part(rows)
-        return held.part(rows)
+            return held.part([position - first for position in positions])
 
     def peek(self) -> StepSamples | None:
         """The step after this one, if its samples are known and can be read now. Never waits."""
@@ -77,8 +99,8 @@ class StepLoader(ABC):
     def fetch_ahead(self, positions: Sequence[int]) -> Any | None:
         """The batch of these positions of the step after this one; None if it is not the next, or cannot be read.
 
-        What fails is not raised: the step that needs the samples finds it again. A data set that takes long is not
-        read ahead: this step's samples, the host's own among them, would have to wait for those of the next.
+        Failures are not raised here: the step that needs the samples will raise them. A slow data set is not read
+        ahead, because reading this step's samples would wait for those of the next.
         """
         if len(self._ahead_s) == TRIED_AHEAD and min(self._ahead_s) > LONGEST_AHEAD_S:
             return None
@@ -105,7 +127,7 @@ class StepLoader(ABC):
 
     @contextlib.contextmanager
     def nobody_reads(self) -> Iterator[None]:
-        """Inside, other threads wait before they read: samples may be made with random numbers."""
+        """Inside, other threads wait before they read, because reading may draw random numbers."""
         with self._lock:
             yield
 
@@ -113,9 +135,9 @@ class StepLoader(ABC):
         """Refuse samples that other machines cannot read by their indices."""
 
     def total_steps(self, steps: int | None) -> int | None:
-        """How many steps there will be in all, if that can be said; no more than `steps`."""
+        """The total number of steps, if known; at most `steps`. More than any number can count are endless."""
         per_epoch = self._steps_in_epochs()
-        known = [number for number in (steps, per_epoch) if number is not None]
+        known = [number for number in (steps, per_epoch) if number is not None and number <= sys.maxsize]
         return min(known, default=None)
 
     def _steps_in_epochs(self) -> int | None:
@@ -126,16 +148,16 @@ class StepLoader(ABC):
         """Whether this step is the last one of its epoch."""
 
     def state(self, step: int) -> DataPlace | None:
-        """What a checkpoint keeps to resume at this step: the one that was given last, or the one after it."""
+        """What a checkpoint saves to resume at this step, which is the last one given or the one after it."""
         return None
 
     def objects(self) -> dict[str, Stateful]:
-        """What a checkpoint keeps beside the state."""
+        """What a checkpoint saves besides the state."""
         return {}
 
     @abstractmethod
     def resume(self, step: int, saved: DataPlace | None) -> None:
-        """Go to this step, of which `saved` is the state."""
+        """Go to this step, whose state is `saved`."""
 
     def close(self) -> None:
         """End the worker processes."""
@@ -144,7 +166,7 @@ class StepLoader(ABC):
 
 
 class DataSetLoader(StepLoader):
-    """Steps of equal size out of a data set, in an order that depends on the seed alone; read in this process."""
+    """Steps of equal size from a data set, in an order that depends only on the seed; read in this process."""
 
     samples: int
     global_batch: int

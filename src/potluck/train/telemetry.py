@@ -20,7 +20,7 @@ from potluck.hub.actions import StepResult
 from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
 from potluck.hub.members import SITTING_OUT, Member
-from potluck.hub.tensors import ModelTensors
+from potluck.hub.model_tensors import ModelTensors
 from potluck.spec.events import MachineFigures, RunEnded, RunNote, RunStarted, StepEnded
 from potluck.train.batch_statistics import BatchStatistics, StatisticsNotice
 from potluck.train.context import ALONE, RunContext
@@ -29,14 +29,14 @@ from potluck.train.options import Options
 from potluck.wire.token import is_this_machine
 
 BEFORE_STEPS, FEWEST_BEFORE = 32, 4
-"""The speed before any guest is the median of at most so many steps, and known after so few."""
+"""The speed without guests is the median of at most this many steps, and is known after this few."""
 LEAST_WAY_S = 0.005
-"""A change that arrives faster was in some buffer: that time says nothing of the link."""
+"""A change that arrives faster came from a buffer, so that time says nothing about the link."""
 
 
 @dataclass(slots=True)
 class DataTimes:
-    """What a step's samples took the host's loop."""
+    """The time that a step's samples cost the host's loop."""
 
     before_s: float = 0.0
     """Seconds until the step could begin: it waited for worker processes, or for a stream."""
@@ -57,7 +57,7 @@ class RecentStep(NamedTuple):
     update_s: float
     samples: int
     by_guests: int
-    """Those of its samples that guests computed."""
+    """Samples that guests computed."""
     data_s: float
     """Seconds that the host waited for its samples."""
 
@@ -75,12 +75,12 @@ class Telemetry:
         total_steps: int | None = None,
         workers: int | None = None,
     ) -> None:
-        """`total_steps`: how many there will be in all, if known. `workers`: those of the loader, if any."""
+        """`total_steps`: total number of steps, if known. `workers`: number of the loader's workers."""
         self._workers = workers
         self._context, self._options, self._hub = context, options, hub
         self._total_steps = total_steps
         self._tells = context.role != ALONE or context.log.takes_steps
-        """Whether the figures of steps are emitted: making them takes a tenth of a millisecond a step."""
+        """Whether the figures of steps are emitted, which takes a tenth of a millisecond a step."""
         self._statistics = StatisticsNotice(statistics, options.usual_batch)
         self._started = self._last_end = time.monotonic()
         self._first_step = 0
@@ -95,7 +95,8 @@ class Telemetry:
         """Seconds of a step that are neither computing, nor the update, nor waiting for data, of steps without any
         guest at work."""
         self._beside_guests_s = Estimate(weight=0.1)
-        """The same of steps with guests, without the wait for them: where there was no step before they came."""
+        """The same for steps with guests, without the wait for them; used if there was no step before they
+        joined."""
         self._before_s: deque[float] = deque(maxlen=BEFORE_STEPS)
         """Seconds a sample of the last steps without any guest at work."""
         self._here: dict[str, bool] = {}
@@ -108,12 +109,10 @@ class Telemetry:
         """Payload of the weights' change in a step."""
 
     def started(self, step: int, tensors: ModelTensors) -> None:
-        from potluck.train.run import down_codec  # which imports this module
-
         self._first_step = step
         self._started = self._last_end = time.monotonic()
         options, context = self._options, self._context
-        self._change_bytes = codecs.get(down_codec(context.config)).nbytes(tensors.layout.count)
+        self._change_bytes = codecs.get(context.down_codec).nbytes(tensors.layout.count)
         if options.tokens_per_sample:
             # A product and a sum for each weight: in the forward, for the input's gradient, and for a trained
             # weight's own. What attention adds is not counted.
@@ -158,7 +157,7 @@ class Telemetry:
         outside: tuple[float, float],
         data: DataTimes | None = None,
     ) -> None:
-        """`now`: when the device had made the update, by the monotonic clock; it may have continued since.
+        """`now`: when the device finished the update, by the monotonic clock; it may have continued since.
 
         `applied`: whether the update was made. `outside`: from when to when the script did something else before
         this step, such as a validation; that time does not count as the step's.
@@ -203,7 +202,8 @@ class Telemetry:
         *,
         applied: bool,
     ) -> None:
-        """Emit a step's figures; `times` are its seconds, those of the script before it, and its update's."""
+        """Emit a step's figures. `times` are the seconds of the step, of the script before it, and of its
+        update."""
         step_s, between_s, update_s = times
         options = self._options
         mean_s = fmean(each.step_s for each in self._recent)
@@ -272,12 +272,12 @@ class Telemetry:
         return result.samples.get(self._context.name, 0) * self._flops_per_sample / step_s / peak
 
     def _times_alone(self, mean_s: float, sample_s: float | None) -> float | None:
-        """Speed-up over this machine alone: by its measured rate, and by what a step takes it besides.
+        """Speed-up over this machine alone, from its measured rate and its overhead per step.
 
-        Of a step of 1.5 ms that is a third: without it, a guest that cost nothing seemed to slow the host down.
-        Where guests were there from the first step on, it is what their steps take the host besides. Alone it would
-        wait for its data too: worker processes read while it computes, so then a step takes the longer of the two.
-        A step to which nobody else brought anything is this machine alone.
+        In a step of 1.5 ms the overhead is a third: without it, a guest that cost nothing seemed to slow the host
+        down. If guests were there from the first step on, the overhead is that of steps with guests. Alone, the
+        host would also wait for its data: worker processes read while it computes, so a step takes the longer of
+        the two. A step without contributions counts as this machine alone.
         """
         # Before a guest has contributed, the figure would only show noise in this machine's own speed.
         helping = [m for m in self._hub.members() if m.samples]
@@ -297,7 +297,7 @@ class Telemetry:
         return alone_s / mean_s
 
     def _any_here(self, helping: list[Member]) -> bool:
-        """Whether a guest computes on this very machine; the first one is told of."""
+        """Whether a guest computes on this machine; the first such guest is reported."""
         for member in helping:
             if member.name not in self._here:
                 told = any(self._here.values())

@@ -1,7 +1,7 @@
 """The steps of the user's DataLoader: its order, its epochs, its worker processes, and resuming in it.
 
-Owns how a step becomes one batch of that loader. torch's own code draws the batches, in an inner loader that
-differs from the user's only in what its workers do with the samples: the order is a plain loop's by construction.
+Makes each step one batch of that loader. torch's own code draws the batches, in an inner loader that differs from
+the user's only in what its workers do with the samples. So the order is that of a plain loop by construction.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from potluck.train.workers import (
     Recorded,
     WorkerLoader,
     drawn,
+    is_sendable,
     is_stream,
     rebuilt,
     shut,
@@ -51,14 +52,14 @@ from potluck.train.workers import (
 
 FORESEEN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 """Samplers that draw all random numbers of an epoch at its beginning, or from a generator of their own. Any other
-one is asked for its next batch when a plain loop would ask for it, and not earlier."""
+sampler is called for its next batch only when a plain loop would call it."""
 
 
 class _Place(DataPlace, frozen=True, kw_only=True):
-    """With what a checkpoint keeps beside it."""
+    """The next step's samples and the data that a checkpoint saves with them."""
 
     stream: Any = None
-    """What the stream says of its own place, if it does."""
+    """The stream's own state, if it has one."""
 
     def saved(self) -> DataPlace:
         return DataPlace(**{name: getattr(self, name) for name in DataPlace.__struct_fields__})
@@ -75,7 +76,7 @@ class TorchLoader(StepLoader):
         by_index: bool = False,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`by_index`: only the indices of a step are read ahead, because other processes read their samples."""
+        """`by_index`: only a step's indices are read ahead, because other processes read the samples."""
         self._stream = check_loader(loader, by_index=by_index)
         self._user, self._collate = loader, loader.collate_fn
         self._numbered = by_index
@@ -98,7 +99,12 @@ class TorchLoader(StepLoader):
         self.global_batch = batch_of(loader)
         self._epochs, self._note = epochs, note
         self._recorded = Recorded(sampler, remembers=self._whole)
-        pack = PackStep(self._collate, pinned=loader.pin_memory and torch.accelerator.is_available())
+        pinned = loader.pin_memory and torch.accelerator.is_available()
+        can_send = loader.num_workers > 0 and not by_index and is_sendable(loader)
+        self._pack = pack = PackStep(self._collate, pinned=pinned, can_send=can_send)
+        self._anyhow = True
+        if pack.cuts:
+            self.cut_ahead = loader.num_workers * (loader.prefetch_factor or 1) + 1
         if self._stream:
             sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
             self._loader = rebuilt(loader, pack, **sizes)
@@ -113,18 +119,22 @@ class TorchLoader(StepLoader):
             )
         self._coming: Iterator[Any] | None = None
         self._ahead: list[Any] = []
+        self._given: Any = None
+        """The present step's indices as the sampler gave them."""
         self._foresees = not self._stream and not by_index and _foreseen(sampler)
-        """Whether the step after this one may be looked at."""
+        """Whether the next step may be read ahead."""
+        self._draws_late = not self._stream and not self._whole and not _foreseen(sampler)
+        """Whether the sampler may draw a batch's random numbers between those of the loop's body."""
         self._taking = threading.RLock()
-        """Held, before the other lock, while something is taken from `_coming`."""
+        """Taken before the other lock, to take something from `_coming`."""
         self._aside: Any = None
-        """The next step's samples, or why there are none, where they were taken already."""
+        """The next step's samples, or the reason why there are none, if they were already taken."""
         self._next_held: HeldStep | None = None
         self._hash = hashlib.blake2b(digest_size=16)
         self._before = self._place = _Place()
         self._number = -1
         self._states: Stateful | None = _stateful(self._loader) if self._stream else None
-        """What knows the place in the stream."""
+        """The object that knows the position in the stream."""
         self.saved_stream: Any = None
 
     # -- steps ------------------------------------------------------------------------------------------
@@ -149,9 +159,10 @@ class TorchLoader(StepLoader):
         before, keys, after, ended = self._before, None, None, False
         if self._stream:
             given, after, ended = given
-            self._held = HeldStep(given, self._collate, None)
+            self._held = HeldStep(given, self._collate, None, again=self._anyhow)
             count = self._held.count
         else:
+            self._given = given
             keys, count = _numbers(given) if self._numbered else given, len(given)
             self._hash.update(repr(given).encode())
         self._number += 1
@@ -170,6 +181,10 @@ class TorchLoader(StepLoader):
         self._now = StepSamples(first=before.position, count=count, keys=keys, epoch=before.epoch)
         return self._now
 
+    def cut(self, size: int, *, least: int = 1, share: float = 1.0, anyhow: bool = True) -> None:
+        self._anyhow = anyhow
+        self._pack.cut(size, least=least, share=share, anyhow=anyhow)
+
     def ready(self) -> None:
         if not self._whole:
             return
@@ -180,10 +195,10 @@ class TorchLoader(StepLoader):
             self._aside = self._next_held = None
             if isinstance(packed, Exception):
                 raise packed
-            self._held = held or HeldStep(packed, self._collate, self._now.keys)
+            self._held = held or HeldStep(packed, self._collate, self._now.keys, again=self._anyhow)
 
     def _take_packed(self) -> Any:
-        """The samples of the next step that workers have read, or what went wrong."""
+        """The samples of the next step that workers have read, or the failure."""
         if self._aside is None:
             assert self._coming is not None
             try:
@@ -213,7 +228,7 @@ class TorchLoader(StepLoader):
             if following is None or not following.holds(positions[0]):
                 return None
             if self._next_held is None:
-                self._next_held = HeldStep(self._take_packed(), self._collate, following.keys)
+                self._next_held = HeldStep(self._take_packed(), self._collate, following.keys, again=self._anyhow)
             with self._lock:
                 return self._next_held.part([position - following.first for position in positions])
         return None
@@ -230,7 +245,7 @@ class TorchLoader(StepLoader):
             return None
 
     def ends_epoch(self) -> bool:
-        """Where that is not known yet, the next batch is read for it."""
+        """If that is not known yet, this reads the next batch."""
         if self._whole and self._held is not None:
             return not self._recorded.given
         with self._taking, self._lock:
@@ -246,11 +261,15 @@ class TorchLoader(StepLoader):
 
     def _next(self) -> Any:
         """The next batch of this epoch: its indices, or the samples of a stream."""
-        assert self._coming is not None
         if self._ahead:
             return self._ahead.pop(0)
         if self._whole and self._recorded.given:
             return self._recorded.given.popleft()
+        return self._next_new()
+
+    def _next_new(self) -> Any:
+        """The same, not of those that were read ahead."""
+        assert self._coming is not None
         if not self._stream and not self._whole:
             return next(self._coming)
         try:
@@ -306,7 +325,7 @@ class TorchLoader(StepLoader):
             if place.epoch:
                 raise DataError(
                     f"the loader gave no batch in epoch {place.epoch + 1}",
-                    hint="its sampler or its data set can be read only once: give one that begins anew each time, "
+                    hint="its sampler or its data set can be read only once: give one that starts again each time, "
                     "or end the loop with epochs=1",
                 )
             few = "drop_last leaves out a batch that is not full" if self._user.drop_last else "is it empty?"
@@ -323,7 +342,7 @@ class TorchLoader(StepLoader):
         return replace(place, epoch=place.epoch + 1, done=0, digest="", generators=None)
 
     def _told_epochs(self) -> list[Any]:
-        """What wants to know the epoch's number: the samplers, and the data set of a stream."""
+        """The objects that are told the epoch's number: the samplers, and the data set of a stream."""
         batches = self._user.batch_sampler
         asked = [self._user.sampler, batches, getattr(batches, "sampler", None)]
         asked += [self._user.dataset] if self._stream else []
@@ -334,20 +353,21 @@ class TorchLoader(StepLoader):
 
     def state(self, step: int) -> DataPlace:
         place = self._before if self._now is not None and step == self._number else self._place
-        place = replace(place, drawn=(place is not self._place) + len(self._ahead))
+        drawn = self._ahead if place is self._place else [self._given, *self._ahead]
+        place = replace(place, drawn=len(drawn), drawn_digest=_digest(drawn) if self._draws_late else "")
         if place.ended and place.done:
             place = self._after_epoch(place)
         self.saved_stream = place.stream
         return place.saved()
 
     def objects(self) -> dict[str, Stateful]:
-        """What a checkpoint keeps beside the state."""
+        """What a checkpoint saves besides the state."""
         return {"loader": StreamState(self)} if self._states is not None else {}
 
     def resume(self, step: int, saved: DataPlace | None) -> None:
-        """Go to where the checkpoint was made: the sampler gives the epoch's batches again, but none is read.
+        """Go to the checkpoint's position: the sampler returns the epoch's batches again, but none is read.
 
-        This process's random numbers stay as they are.
+        This process's random generators do not change.
         """
         if saved is None:
             raise ConfigError(
@@ -374,25 +394,32 @@ class TorchLoader(StepLoader):
             self._begin_epoch()
             if not self._whole:
                 self._read_ahead(self._place.drawn)
+            drawn = self._place.drawn_digest
+            if drawn and self._draws_late and drawn != _digest(self._ahead):
+                # Something else drew random numbers between these batches and those before them.
+                raise self._other_samples(self._place.done + 1)
         optimizer_state.restore_rng(own)
 
     def _read_ahead(self, count: int) -> None:
-        """The sampler draws the random numbers that it had drawn, and no more."""
+        """The sampler, or the stream, draws the same random numbers as before, and no more."""
         self._recorded.leave_out()
         for _ in range(count):
             with contextlib.suppress(StopIteration), worker_errors():
-                self._ahead.append(next(self._coming))  # type: ignore[arg-type]
+                self._ahead.append(self._next_new())
 
     def _skip(self, batches: Iterator[Any]) -> None:
         done = sum(1 for batch in itertools.islice(batches, self._place.done) if self._count(batch))
         if done < self._place.done or (done and self._hash.hexdigest() != self._place.digest):
-            raise DataError(
-                f"the loader's sampler gives other samples than before: batch {self._place.done} of epoch "
-                f"{self._place.epoch + 1} cannot be found again",
-                hint="a resumed run resumes at exactly the next sample: give the same data, sampler and seed; a "
-                "sampler that draws random numbers needs a generator= of its own, or must draw them when its "
-                "iteration begins",
-            )
+            raise self._other_samples(self._place.done)
+
+    def _other_samples(self, batch: int) -> DataError:
+        return DataError(
+            f"the loader's sampler gives other samples than before: batch {batch} of epoch "
+            f"{self._place.epoch + 1} cannot be found again",
+            hint="a resumed run resumes at exactly the next sample: give the same data, sampler and seed; a "
+            "sampler that draws random numbers needs a generator= of its own, or must draw them when its "
+            "iteration begins",
+        )
 
     def _count(self, batch: Any) -> bool:
         self._hash.update(repr(list(batch)).encode())
@@ -406,7 +433,7 @@ class TorchLoader(StepLoader):
         self._begin_epoch()
         if done:
             self._note(
-                f"the stream has no state_dict(): the {done} batches before this one are read again and left out; "
+                f"the stream has no state_dict(): the {done} batches before this one are read again and skipped; "
                 "they are the same only if the stream gives the same samples each time"
             )
         assert self._coming is not None
@@ -416,9 +443,11 @@ class TorchLoader(StepLoader):
                     f"the stream ended before batch {done}, at which the run was saved",
                     hint="a resumed run needs the data that it had: give it the same stream, or start a new run",
                 )
+        if not self._user.num_workers:  # reading may draw random numbers here
+            self._read_ahead(self._place.drawn)
 
     def _generators(self) -> list[torch.Generator]:
-        """The generators that the loader and its samplers hold."""
+        """The generators of the loader and its samplers."""
         batches = self._user.batch_sampler
         holders = [self._user, self._user.sampler, batches, getattr(batches, "sampler", None)]
         found = [value for each in holders for value in getattr(each, "__dict__", {}).values()]
@@ -442,7 +471,7 @@ class TorchLoader(StepLoader):
 
 
 class StreamState:
-    """The stream's own state, as a checkpoint saves it and puts it back."""
+    """The stream's own state, which a checkpoint saves and restores."""
 
     def __init__(self, loader: TorchLoader) -> None:
         self._loader = loader
@@ -471,7 +500,9 @@ def open_steps(
     data = opened(given)
     if isinstance(data, DataLoader):
         if collate is not None:
-            raise ConfigError("collate was given beside a DataLoader", hint="give the loader collate_fn=… instead")
+            raise ConfigError(
+                "collate was given together with a DataLoader", hint="give the loader collate_fn=… instead"
+            )
         if global_batch is not None and batch_of(data) != global_batch:
             own = batch_of(data)
             decides = (
@@ -494,7 +525,7 @@ def open_steps(
 
 
 def reader_of(given: Any, collate: Collate | None, global_batch: int | None) -> tuple[Loader, int | None]:
-    """What reads samples by their indices on a guest or another rank, and the global batch if that is known."""
+    """The reader of samples by index on a guest or another rank, and the global batch if known."""
     data = opened(given)
     if not isinstance(data, DataLoader):
         return Loader(data, collate), global_batch
@@ -504,18 +535,18 @@ def reader_of(given: Any, collate: Collate | None, global_batch: int | None) -> 
 
 
 def batch_of(given: Any) -> int | None:
-    """The batch size of a DataLoader, if it is one and says it."""
+    """The batch size, if it is a DataLoader with a known one."""
     if not isinstance(given, DataLoader):
         return None
     return given.batch_size or getattr(given.batch_sampler, "batch_size", None)
 
 
 def check_loader(loader: DataLoader[Any], *, by_index: bool = False) -> bool:
-    """Refuse a loader whose batches cannot be steps; whether it reads a stream."""
+    """Refuse a loader whose batches cannot be steps. Returns whether it reads a stream."""
     if type(loader).__iter__ is not DataLoader.__iter__ and not hasattr(loader, "state_dict"):
         raise DataError(
             f"the loader is of type {type(loader).__name__}, which builds its batches itself",
-            hint="give a plain torch DataLoader: Potluck brings batches to run.device and shares them out itself",
+            hint="give a plain torch DataLoader: Potluck moves batches to run.device and distributes them itself",
         )
     if loader.batch_size is None and (loader.batch_sampler is None or is_stream(loader)):
         raise DataError(
@@ -532,8 +563,12 @@ def check_loader(loader: DataLoader[Any], *, by_index: bool = False) -> bool:
 
 
 def _foreseen(batches: Any) -> bool:
-    """Whether it does not matter when the sampler is asked for its next batch."""
+    """Whether the sampler may be called for its next batch at any time."""
     return type(batches) is BatchSampler and type(batches.sampler) in FORESEEN
+
+
+def _digest(batches: Sequence[Any]) -> str:
+    return hashlib.blake2b(repr(batches).encode(), digest_size=16).hexdigest() if batches else ""
 
 
 def _numbers(keys: Sequence[Any]) -> list[int]:
@@ -554,15 +589,17 @@ def no_indices() -> DataError:
 
 
 def _stateful(loader: DataLoader[Any]) -> Stateful | None:
-    """What says where in a stream the next batch begins: the loader, or a data set that is read in this process."""
+    """The object that knows where in a stream the next batch begins: the loader, or a data set that is read in this
+    process."""
     asked = [loader, *([] if loader.num_workers else [loader.dataset])]
     return next((each for each in asked if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")), None)
 
 
 def _workers_ended(state: Mapping[str, Any]) -> bool:
-    """Whether all worker processes of a StatefulDataLoader are at their ends: put back, it begins the next epoch.
+    """Whether all worker processes of a StatefulDataLoader have reached their ends, so that it begins the next
+    epoch when restored.
 
-    One without worker processes gives nothing then, and so ends the epoch.
+    One without worker processes then returns nothing, which ends the epoch.
     """
     workers = state.get("_snapshot", {}).get("_worker_snapshots", {}).values()
     return bool(workers) and all(each.get("fetcher_state", {}).get("fetcher_ended") for each in workers)

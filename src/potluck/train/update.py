@@ -1,10 +1,9 @@
-"""The weights' update: made where the gradient is finite, and where it is not, nothing is changed by it.
+"""Makes the weights' update if the gradient is finite; otherwise nothing changes.
 
-Owns the gradient's norm and whether an update is made. It knows no guest, no log and no figure.
+Owns the gradient's norm and the decision to update.
 
-Where work is done at once, or the optimizer cannot be told otherwise, the norm is read before the update. One of
-torch's own optimizers that does its update in one pass (`fused=True`) takes the answer as a tensor: then a GPU that
-queues its work decides by itself, and nobody waits for it.
+Usually the norm is read before the update. A fused optimizer of torch (`fused=True`) takes the answer as a tensor
+instead, so a GPU that queues its work decides by itself, without a wait.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from potluck.train.options import Options
 from potluck.train.step import Step
 
 TOLD = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-"""These heed `found_inf`, as torch's GradScaler uses it; what is derived from them may not."""
+"""These respect `found_inf`, which torch's GradScaler uses; classes derived from them may not."""
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Of these, those that have a fused form on CUDA."""
+"""Those of them that have a fused form on CUDA."""
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients together, on their device: not finite where one of them is not.
+    """The norm of all gradients together, on their device; not finite if one of them is not.
 
-    Of float16 in float32: it ends at 65,504.
+    For float16 it is computed in float32, because float16 ends at 65,504.
     """
     wide = _wide(gradients)
     if len({(g.device, g.dtype) for g in wide}) > 1:
@@ -43,7 +42,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def norm_number(gradients: Sequence[Tensor]) -> float:
-    """The same, read from the CPU: without tensors of one value, which take as long as the norms themselves."""
+    """The same for gradients on the CPU, without one-value tensors, which take as long as the norms themselves."""
     return math.hypot(*[norm.item() for norm in torch._foreach_norm(_wide(gradients))])
 
 
@@ -59,7 +58,7 @@ def own_norm(trained: Sequence[nn.Parameter]) -> Tensor:
 
 
 class Divisor:
-    """What a step's summed gradient is divided by: its samples, or its items on all machines."""
+    """The divisor of a step's summed gradient: its samples, or its items on all machines."""
 
     def __init__(self) -> None:
         self._counts_items: bool | None = None  # whether the body says items=…; None before the first update
@@ -85,12 +84,11 @@ class Divisor:
 def prepare_gradients(
     number: int, trained: list[nn.Parameter], options: Options, model: nn.Module, divisor: float | Tensor | None
 ) -> Tensor | float:
-    """From the sum over the step's samples or items to what the optimizer takes: the mean, as the user wants it,
-    clipped.
+    """Turn the sum over the step's samples or items into the optimizer's gradient: the mean, passed to
+    `before_update`, clipped.
 
-    The norm that it had before it was clipped: on the device, or a number where the gradients are on the CPU. NaN
-    where there was nothing to sum. `divisor`: how many samples or items there were; None where the gradients are
-    means already.
+    Returns the norm before clipping: on the device, or a number if the gradients are on the CPU; NaN if there was
+    nothing to sum. `divisor`: the number of samples or items; None if the gradients are already means.
     """
     if isinstance(divisor, int | float) and not divisor:
         return torch.full((), torch.nan, device=trained[0].device)
@@ -114,7 +112,7 @@ def prepare_gradients(
 
 
 def later(device: Device, figures: Tensor | Sequence[Tensor | float]) -> Callable[[], list[float]]:
-    """What these figures are, once the device has made what it was given so far."""
+    """Read these figures, which waits for the device's present work."""
     if isinstance(figures, Tensor):
         return device.to_host_later(figures.reshape(-1)).tolist
     if not device.ahead:  # a tensor of them would cost more than all else that is told of a step
@@ -125,10 +123,10 @@ def later(device: Device, figures: Tensor | Sequence[Tensor | float]) -> Callabl
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> None:
-    """Let one of torch's own optimizers make its update in one pass, where its user left the choice to torch.
+    """Use the fused form of torch's own optimizers, if the user left the choice to torch.
 
-    On CUDA torch then takes `foreach`, which cannot be told: reading the norm first made an H200's steps of 142 ms
-    1.8 % longer. Fused they are as long as without the check (`bench/gpu/finite.py`).
+    By default torch uses `foreach` on CUDA, which has no such switch: reading the norm first made an H200's steps
+    of 142 ms 1.8 % longer. With the fused form they take as long as without the check (`bench/gpu/finite.py`).
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if type(optimizer) not in FUSED or not all(p.is_cuda and p.is_floating_point() for p in parameters):
@@ -152,26 +150,26 @@ class Collected:
     at: float
     """When this machine's own samples were computed (monotonic)."""
     divisor: float | Tensor
-    """The samples or items that the gradient is the mean of."""
+    """Number of samples or items that the gradient is the mean of."""
     norm: Tensor | float
     own: Tensor | None
-    """The norm of this machine's own part, where there are guests."""
+    """The norm of this machine's own part, if there are guests."""
     finite: Tensor | bool
     total: Tensor | None
-    """The summed loss of all ranks, where there are several."""
+    """The summed loss of all ranks, if there are several."""
 
 
 class Update:
-    """Steps one optimizer, in every step of the training once."""
+    """Steps one optimizer once in every step of the training."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, queues: bool) -> None:
-        """`queues`: the device is given work ahead, so that reading from it would keep it waiting."""
+        """`queues`: the device queues work, so reading from it would make it wait."""
         self._optimizer, self._queues = optimizer, queues
         if queues:
             fuse(optimizer)
 
     def make(self, finite: Tensor | bool, buffers: Buffers) -> None:
-        """Step the optimizer if `finite`, a bool on the device; else also the buffers are as the step began."""
+        """Step the optimizer if `finite`, a bool on the device. Otherwise the buffers are also restored."""
         if isinstance(finite, Tensor) and self._queues and self._can_be_told():
             self._optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
             try:
@@ -187,7 +185,7 @@ class Update:
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _can_be_told(self) -> bool:
-        """Not before its first update: what a fused one makes then, it would leave unset."""
+        """Not before the first update, because a fused optimizer would leave its new state unset."""
         optimizer = self._optimizer
         if type(optimizer) not in TOLD or not all(group.get("fused") for group in optimizer.param_groups):
             return False

@@ -1,6 +1,6 @@
-"""Who steps the optimizer: the loop, or a trainer that the loop's gradients are left to.
+"""Controls who steps the optimizer: the loop, or a trainer that takes over the loop's gradients.
 
-Owns the hooks on the optimizer. A step of anybody else is refused, because the gradients would not be complete.
+Owns the hooks on the optimizer. Any other step is refused, because the gradients would not be complete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class UpdateHooks:
         over: Callable[[], bool],
         by_trainer: bool,
     ) -> None:
-        """`changing` is entered while the weights change; once the training is `over`, anybody may step."""
+        """`changing` is entered while the weights change. After the training is `over`, every step is allowed."""
         self._changing, self._over, self._by_trainer = changing, over, by_trainer
         self._inside = ExitStack()
         self._ours = False
@@ -39,7 +39,7 @@ class UpdateHooks:
 
     @property
     def waiting(self) -> bool:
-        """Whether the trainer has not made the update that it was asked for."""
+        """Whether the trainer has not made the update that it must make."""
         return self._then is not None
 
     @contextmanager
@@ -62,7 +62,7 @@ class UpdateHooks:
         self._then = then
 
     def close(self) -> None:
-        """Let the optimizer go, and with it the model."""
+        """Release the optimizer, and with it the model."""
         for hook in self._hooks:
             hook.remove()
         self._inside.close()

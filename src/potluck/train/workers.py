@@ -1,14 +1,16 @@
-"""DataLoaders of our own with the settings of the user's: what their worker processes read is decided here.
+"""Builds DataLoaders with the user's settings and decides what their worker processes read.
 
-Owns how a loader is built like another, and reading samples by their indices with worker processes.
+Owns how one loader is copied from another, and how worker processes read samples by index.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -16,7 +18,14 @@ from torch.utils.data._utils import signal_handling
 
 from potluck.errors import DataError, PotluckError
 from potluck.train.data import Loader, NamesSamples
-from potluck.train.packing import Collate, collated, in_words, packed_samples, unpacked_samples
+from potluck.train.packing import (
+    NO_SHARED_MEMORY,
+    Collate,
+    collated,
+    in_words,
+    packed_samples,
+    unpacked_samples,
+)
 
 SETTINGS = ("pin_memory", "worker_init_fn", "generator")
 WORKER_SETTINGS = ("timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
@@ -39,7 +48,7 @@ class WorkerStart:
 
 
 def rebuilt(loader: DataLoader[Any], collate: Collate, **changed: Any) -> DataLoader[Any]:
-    """A loader with another collate function, and with what else is `changed`."""
+    """A copy of a loader with another collate function and the settings in `changed`."""
     workers = changed.get("num_workers", loader.num_workers)
     settings: dict[str, Any] = {name: getattr(loader, name) for name in SETTINGS}
     settings["dataset"] = loader.dataset
@@ -56,13 +65,24 @@ def rebuilt(loader: DataLoader[Any], collate: Collate, **changed: Any) -> DataLo
     return DataLoader(**settings)
 
 
+def is_sendable(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's worker processes can be given its collate function. A forked one has it already."""
+    if (loader.multiprocessing_context or multiprocessing).get_start_method() == "fork":
+        return True
+    try:
+        ForkingPickler.dumps(loader.collate_fn)
+    except Exception:
+        return False
+    return True
+
+
 def is_stream(loader: DataLoader[Any]) -> bool:
     return isinstance(loader.dataset, IterableDataset)
 
 
 @contextlib.contextmanager
 def worker_errors() -> Iterator[None]:
-    """What torch says of a worker that could not be started, died or did not answer, as an error of the data."""
+    """Turn torch's error about a worker that could not start, died or did not answer into a data error."""
     try:
         yield
     except PotluckError:
@@ -74,6 +94,12 @@ def worker_errors() -> Iterator[None]:
                 f"a worker process of the loader died: {text.splitlines()[0]}",
                 hint="it may have run out of memory, or crashed in the data set's code; try num_workers=0 to see "
                 "its error, or a smaller prefetch_factor",
+            ) from error
+        if NO_SHARED_MEMORY in text:
+            raise DataError(
+                "the loader's workers have no shared memory left, in which they send samples",
+                hint="df -h /dev/shm shows it; start a container with --shm-size=8g or --ipc=host, or give the "
+                "loader fewer workers or a smaller prefetch_factor",
             ) from error
         if text.startswith("DataLoader timed out"):
             raise DataError(
@@ -94,16 +120,16 @@ def worker_errors() -> Iterator[None]:
 
 
 class Recorded:
-    """A batch sampler that remembers what it has given: workers are ahead of the steps."""
+    """A batch sampler that remembers what it has returned, because workers are ahead of the steps."""
 
     def __init__(self, sampler: Any, *, remembers: bool = True) -> None:
-        """`remembers`: otherwise what it gave is not kept in `given`."""
+        """`remembers`: whether to keep what it returned in `given`."""
         self._sampler, self._remembers = sampler, remembers
         self.skip: Callable[[Iterator[Any]], None] | None = None
         """Called once with the next epoch's batches, before any of them is read."""
         self.given: deque[list[Any]] = deque()
         self.silent = False
-        """Whether it gives nothing, and does not ask the sampler."""
+        """Whether it returns nothing and does not call the sampler."""
         self._batches: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -134,7 +160,7 @@ class Recorded:
 
 
 def _of_sampler(batches: Iterator[Any]) -> Iterator[Any]:
-    """The same batches; where the sampler fails, the error says how far it came."""
+    """The same batches. If the sampler fails, the error says after which batch."""
     number = 0
     try:
         for batch in batches:
@@ -150,17 +176,18 @@ def _of_sampler(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 class Echo:
-    """A data set whose samples are their own indices: what a loader over it gives is the order of another."""
+    """A data set whose samples are their own indices, so that a loader over it returns the order of another
+    loader."""
 
     def __getitem__(self, key: Any) -> Any:
         return key
 
 
 def drawn(iterator: Any) -> Iterator[Any]:
-    """What an iterator over `Echo` gives, straight from its sampler.
+    """The result of an iterator over `Echo`, directly from its sampler.
 
-    torch has drawn the epoch's random numbers when it made the iterator; its own way to a batch would cost a step
-    0.1 ms more.
+    torch has drawn the epoch's random numbers when it made the iterator. Its own path to a batch would cost 0.1 ms
+    more per step.
     """
     sampler: Iterator[Any] = getattr(iterator, "_sampler_iter", iterator)
     return sampler
@@ -171,19 +198,19 @@ class WorkerLoader(Loader):
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__(loader.dataset, loader.collate_fn, sized=False)
-        self._parts = _Parts()
+        self._parts = _GivenBatches()
         self._workers = loader.num_workers
         self._loader = rebuilt(loader, packed_samples, batch_sampler=self._parts, persistent_workers=True)
         self._coming: Iterator[Any] | None = None
         self._expected: deque[tuple[list[Any], int]] = deque()
-        """Batches whose samples are on their way, with the number of parts each is in."""
+        """Batches that are being read, with the number of parts of each."""
 
     def expect(self, batches: Sequence[Sequence[Any]]) -> None:
         with self._lock:
             self._start(batches)
 
     def _start(self, batches: Sequence[Sequence[Any]]) -> None:
-        """Each batch in as many parts as there are workers: the first is there the soonest."""
+        """Read each batch in as many parts as there are workers, so that the first batch is complete soonest."""
         self._expected.clear()
         self._parts.keys = []
         for batch in batches:
@@ -211,7 +238,7 @@ class WorkerLoader(Loader):
         self._coming = None
 
 
-class _Parts:
+class _GivenBatches:
     """A batch sampler of given batches."""
 
     keys: list[list[Any]]
@@ -224,9 +251,9 @@ class _Parts:
 
 
 def unwatched(iterator: Any) -> Any:
-    """The same iterator, whose dead workers are noticed where they are waited for.
+    """The same iterator, which detects dead workers only when it waits for them.
 
-    torch raises their end out of a signal handler, in the middle of whatever the main thread computes.
+    torch raises their end in a signal handler, in the middle of the main thread's computing.
     """
     if getattr(iterator, "_worker_pids_set", False):
         signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""The page in the browser: what it shows, its files, and the process that serves it."""
+"""The page in the browser: its content, its files, and the process that serves it."""

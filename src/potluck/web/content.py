@@ -1,4 +1,4 @@
-"""What the page shows, as typed data: the server sends it as JSON, a report has it inside."""
+"""The page's content as typed data: the server sends it as JSON, a report contains it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PageMachine(Struct, frozen=True, kw_only=True):
     state: str
     reason: str = ""
     share: str = ""
-    """Its part of the last step's samples."""
+    """The machine's share of the last step's samples."""
     samples: int = 0
     """Its samples in the last step."""
     rate: str = ""
@@ -84,7 +84,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
 
 
 class Curves(Struct, frozen=True, kw_only=True):
-    """Curves over the steps: see `Series`. Of a page that is open, rows from `start` on are replaced."""
+    """Curves over the steps: see `Series`. In an open page, rows from `start` on are replaced."""
 
     labels: tuple[str, ...]
     rows: list[list[float | None]]
@@ -100,34 +100,34 @@ class Page(Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: str = ""
     """run, guest or lab."""
     over: bool = False
-    """Nothing follows: a report, or a run that has ended."""
+    """Whether no updates follow: a report, or a run that has ended."""
     title: str | None = None
     about: str | None = None
     status: str | None = None
     """What the run is doing, in a word or two."""
     level: str | None = None
-    """good, info, warn or bad: of the status."""
+    """The status's colour: good, info, warn or bad."""
     headlines: tuple[Headline, ...] | None = None
     machines: tuple[PageMachine, ...] | None = None
     no_guests: str | None = None
-    """What to say in the fleet while it has no guests."""
+    """Text in the fleet while it has no guests."""
     facts: tuple[tuple[str, str], ...] | None = None
     header: tuple[str, ...] | None = None
     table: tuple[tuple[str, ...], ...] | None = None
     numeric: tuple[int, ...] | None = None
     """Columns of the table with numbers; None: those of the machines."""
     advice: tuple[str, ...] | None = None
-    """What would help."""
+    """The suggestions under "What would help"."""
     advice_from: str | None = None
-    """Where this is known from."""
+    """The source of the suggestions."""
     notices: tuple[PageNotice, ...] | None = None
     more_notices: int | None = None
-    """Notices before the first one here."""
+    """Number of notices before the first one here."""
     curves: Curves | None = None
     steps: tuple[TimelineStep, ...] | None = None
-    """The last steps. Of a page that is open: those that it does not have."""
+    """The last steps; for an open page, only those that it does not have."""
     timelines: tuple[Timeline, ...] | None = None
     moment: str | None = None
-    """When this was, if the run goes on and the page does not follow it."""
+    """The time of this state, if the run continues and the page does not follow it."""
     since_step_s: float | None = None
     """Seconds since the last step ended, when this was sent."""

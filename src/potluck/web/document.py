@@ -1,4 +1,4 @@
-"""The page as one HTML document: style, script and data inside, nothing to be loaded from anywhere."""
+"""The page as one HTML document, with style, script and data inside, so that it loads nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def document(page: Page, *, compact: bool = False) -> str:
 
 
 def frame(page: Page) -> str:
-    """The compact page in a frame of its own, for a notebook: neither can touch the other."""
+    """The compact page in a frame, for a notebook, so that page and notebook cannot affect each other."""
     guests = max(1, min(4, len(page.machines or ()) - 1))  # of more, the others are below: it scrolls
     height = 450 + 92 * guests if page.headlines else 90 + 60 * guests
     inner = html.escape(document(page, compact=True))

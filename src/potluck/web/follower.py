@@ -1,4 +1,4 @@
-"""Follows a run's events.jsonl while it grows, and folds what it reads into the page's state."""
+"""Follows a run's growing events.jsonl, and folds its events into the page's state."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from potluck.spec.events import RunEvent, StepEnded, from_json
 from potluck.web.state import PageState
 
 AT_ONCE = 1 << 20
-"""Bytes read in one turn: other things are served between two turns."""
+"""Bytes read in one turn; other work is done between two turns."""
 
 
 class Follower:
-    """`read` folds what has been written since; `state` is the page's state so far."""
+    """`read` folds the new events; `state` is the page's state so far."""
 
     def __init__(self, path: Path, make: Callable[[], PageState], before: int = 0) -> None:
-        """`before`: so many bytes of the log are of earlier processes of a run that is resumed."""
+        """`before`: number of bytes in the log from earlier processes of a resumed run."""
         self._path, self._make, self._before = path, make, before
         self._file: FileIO | None = None
         self._undone: set[int] = set()
@@ -39,7 +39,7 @@ class Follower:
             self._file.seek(0)
 
     def read(self) -> int:
-        """The number of bytes that were read: at most `AT_ONCE`, 0 where there is nothing new."""
+        """Returns the number of bytes read: at most `AT_ONCE`, and 0 if there is nothing new."""
         try:
             self._file = self._file or self._path.open("rb", buffering=0)
             left = self._before - self._at
@@ -72,7 +72,7 @@ class Follower:
 
 
 def _event(line: bytes) -> RunEvent | None:
-    """None for what is no event of this version: the page shows the others."""
+    """None for a line that is no event of this version: the page shows the others."""
     try:
         return from_json(line)
     except (msgspec.DecodeError, UnicodeDecodeError):

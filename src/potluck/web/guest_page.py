@@ -1,4 +1,4 @@
-"""The page of a guest: a view that passes everything on to another one, and writes a log for the page to read."""
+"""The page of a guest: a view that forwards everything to another view, and writes a log for the page."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from potluck.spec.events import HostBack, HostGone, RunEvent
-from potluck.train.events import EventLog
+from potluck.train.event_log import EventLog
 from potluck.train.guest_session import GuestObserver
 from potluck.web.opening import WebPage, open_guest_page, place_of
 from potluck.web.state import GuestAbout
 
 
 class GuestPage:
-    """Opens the page when the guest has joined, and tells its address."""
+    """Opens the page when the guest has joined, and shows its address."""
 
     def __init__(self, view: GuestObserver, where: str, tell: Callable[[str], None]) -> None:
         place_of(where)  # an error before the guest is in

@@ -1,4 +1,4 @@
-"""What would help a run most: the plan's cost model, with the speeds and links that the run has measured. PURE."""
+"""Finds what would help a run most, with the plan's cost model and the run's measured speeds and links. PURE."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from potluck.units import percent_text
 
 MOST = 3
 MOST_TRIED = 4
-"""Guests that are tried one by one, those with the slowest links: the page may cost next to nothing."""
+"""The most guests that are tried one by one, those with the slowest links, to keep the page cheap."""
 
 
 def helping(start: RunStarted, step: StepEnded, links: Mapping[str, float]) -> list[str]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from potluck.report.lab_table import HEADER, cells_of, facts_of
 from potluck.report.lab_timeline import TimelineWindow, busy_share, joined, presence, windows
 from potluck.report.text import clean
-from potluck.spec.figures import Results
 from potluck.spec.outcome import Outcome
+from potluck.spec.results import Results
 from potluck.units import percent_text
 from potluck.web.content import Bar, Lane, Page, Timeline
 

@@ -14,7 +14,7 @@ STATUS_VERSION = 1
 
 
 class MachineStatus(Struct, frozen=True, kw_only=True):
-    """A machine in `machines`: those that are there, then the last 16 that left. Null: not known."""
+    """A machine in `machines`: those that are present, then the last 16 that left. Null: not known."""
 
     name: str
     """Its name."""
@@ -25,7 +25,7 @@ class MachineStatus(Struct, frozen=True, kw_only=True):
     state: str
     """What it is doing: starting, joining, computing, late, sitting out, gone, done and the like."""
     reason: str
-    """Why it is in this state, or what it does right now; may be empty."""
+    """Why it is in this state, or what it does now; may be empty."""
     up: bool
     last_step_samples: int
     """Its samples in the last step."""
@@ -44,7 +44,7 @@ class Status(Struct, frozen=True, kw_only=True):
     """The run. Null: not known, or not yet. Programs read these names: a change of meaning is a new `version`."""
 
     version: int
-    """Of this object: 1."""
+    """Version of this object: 1."""
     potluck: str
     """Version of Potluck on the host."""
     run_id: str
@@ -159,8 +159,13 @@ RUN_SERIES = (
     ("planned_step_seconds", "gauge", "planned_step_s", "Seconds of a step, as planned before the run."),
     ("speedup_ratio", "gauge", "speedup", "Speed-up over the host alone."),
     ("speedup_margin_ratio", "gauge", "speedup_margin", "Half of the speed-up's 95 % interval."),
-    ("efficiency_ratio", "gauge", "efficiency", "Samples per second per sum of what each machine reaches alone."),
-    ("recovery_ratio", "gauge", "recovery", "How much of what the guests could add arrived."),
+    (
+        "efficiency_ratio",
+        "gauge",
+        "efficiency",
+        "Samples per second divided by the sum of what each machine reaches alone.",
+    ),
+    ("recovery_ratio", "gauge", "recovery", "Share of the guests' possible gain that was reached."),
     ("eta_seconds", "gauge", "eta_s", "Seconds left to the last step."),
     ("steps_seconds_total", "counter", "seconds", "Seconds of all steps."),
     ("wait_seconds_total", "counter", "wait_s", "Seconds that the host waited for leases."),
@@ -168,18 +173,23 @@ RUN_SERIES = (
     ("received_bytes_total", "counter", "bytes_received", "Payload received from guests."),
     ("sent_bytes_total", "counter", "bytes_sent", "Payload sent to guests."),
     ("dropped_samples_total", "counter", "dropped_samples", "Samples in dropped contributions."),
-    ("steps_not_applied_total", "counter", "not_applied", "Steps whose update was not made."),
+    ("steps_not_applied_total", "counter", "not_applied", "Steps whose update was not applied."),
 )
 MACHINE_SERIES = (
-    ("up", "gauge", "up", "Whether the machine is there, 1 or 0."),
-    ("share_ratio", "gauge", "last_step_share", "Its part of the last step's samples."),
-    ("samples_total", "counter", "samples", "Its samples of all steps."),
-    ("samples_per_second", "gauge", "samples_per_s", "Its samples per second while it computes."),
-    ("busy_ratio", "gauge", "busy", "Part of the last step in which it computed."),
-    ("link_bytes_per_second", "gauge", "link_bytes_per_s", "Measured rate of its link."),
-    ("heard_seconds", "gauge", "heard_s", "Seconds since the host last heard from it."),
+    ("up", "gauge", "up", "Whether the machine is connected."),
+    ("share_ratio", "gauge", "last_step_share", "The machine's share of the last step's samples."),
+    ("samples_total", "counter", "samples", "The machine's samples in all steps."),
+    ("samples_per_second", "gauge", "samples_per_s", "The machine's samples per second while it computes."),
+    ("busy_ratio", "gauge", "busy", "Share of the last step in which the machine computed."),
+    ("link_bytes_per_second", "gauge", "link_bytes_per_s", "Measured rate of the machine's link."),
+    ("heard_seconds", "gauge", "heard_s", "Seconds since the host last heard from the machine."),
     ("taken_back_samples_total", "counter", "taken_back_samples", "Leased samples that the host took back."),
-    ("dropped_samples_total", "counter", "dropped_samples", "Its samples in contributions that were dropped."),
+    (
+        "dropped_samples_total",
+        "counter",
+        "dropped_samples",
+        "The machine's samples in contributions that were dropped.",
+    ),
     ("lost_total", "counter", "times_lost", "Times that the guest was lost."),
 )
 

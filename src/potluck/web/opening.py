@@ -1,4 +1,4 @@
-"""Opens a run's page: starts the process that serves it, tells it every second how the guests are, and ends it."""
+"""Opens a run's page: starts the process that serves it, sends it the guests' state every second, and ends it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from potluck.errors import ConfigError, NetworkError, PortTakenError, UserError
 from potluck.hub.members import COMPUTING, Member
 from potluck.report.planned import planned_step_s
 from potluck.report.text import clean
-from potluck.train.context import RunContext
+from potluck.train.folder import RunFolder
 from potluck.web.serving import Opened, Serving
 from potluck.web.state import GuestAbout, GuestNow, Pulse
 
@@ -89,7 +89,7 @@ class WebPage:
                 os.write(self._pipe, msgspec.json.encode(pulse()) + b"\n")
 
     def close(self) -> None:
-        """Let the open pages have the last update, and end the process."""
+        """Send the open pages the last update, and end the process."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(PULSE_S)
@@ -119,17 +119,16 @@ def place_of(text: str) -> tuple[str, int]:
     )
 
 
-def open_page(context: RunContext) -> WebPage:
-    """The page of a host's run, or of one alone. A resumed run has its page where it was, if it can."""
-    assert context.folder is not None and context.config.web is not None
-    address, port = place_of(context.config.web)
-    file = context.folder.path / URL_FILE
+def open_page(folder: RunFolder, where: str, members: Callable[[], Iterable[Member]]) -> WebPage:
+    """The page of a host's run, or of a run alone, at this address. A resumed run keeps its port if possible."""
+    address, port = place_of(where)
+    file = folder.path / URL_FILE
     secret, before = _last(file)
     planned_s = planned_alone_s = None
     with suppress(UserError):  # the report tells of a damaged plan
-        planned_s = planned_step_s(None, context.folder.path, alone=False)
-        planned_alone_s = planned_step_s(None, context.folder.path, alone=True)
-    log = context.folder.events.resolve()
+        planned_s = planned_step_s(None, folder.path, alone=False)
+        planned_alone_s = planned_step_s(None, folder.path, alone=True)
+    log = folder.events.resolve()
     serving = Serving(
         events=str(log),
         address=address,
@@ -142,7 +141,7 @@ def open_page(context: RunContext) -> WebPage:
     )
 
     def pulse() -> Pulse:
-        return pulse_of(context.members())
+        return pulse_of(members())
 
     try:
         page = WebPage(serving, pulse)
@@ -171,7 +170,7 @@ def open_guest_page(events: Path, about: GuestAbout, where: str) -> WebPage:
 
 
 def _last(file: Path) -> tuple[str, int]:
-    """Secret and port of the page that this run had before it was resumed; else a new secret and no port."""
+    """Secret and port of the page before this run was resumed; else a new secret and no port."""
     with suppress(OSError, UnicodeDecodeError):
         found = re.search(r":(\d+)/([\w-]{20,})/\s*$", file.read_text(encoding="utf-8"))
         if found is not None:
@@ -180,7 +179,7 @@ def _last(file: Path) -> tuple[str, int]:
 
 
 def pulse_of(members: Iterable[Member]) -> Pulse:
-    """How the guests are right now."""
+    """The present state of the guests."""
     now = time.monotonic()
     return Pulse(guests={clean(m.name): _now(m, now) for m in members})
 
@@ -190,5 +189,5 @@ def _now(member: Member, now: float) -> GuestNow:
     if member.state == COMPUTING:
         doing = "waits for its next lease"
         if lease is not None:
-            doing = "its gradient is here" if lease.arrived else f"has {lease.count} samples to compute"
+            doing = "its gradient has arrived" if lease.arrived else f"has {lease.count} samples to compute"
     return GuestNow(state=member.state, doing=doing, heard_s=round(max(0.0, now - member.last_heard), 2))

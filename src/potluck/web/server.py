@@ -1,7 +1,7 @@
 """Serves the page: HTTP and server-sent events, read-only, to every browser that has the address with its secret.
 
-Nobody can make it wait or grow: requests are short and have a deadline, connections are counted, and a reader that
-does not take its updates is dropped.
+No client can block it or make it use more memory: requests are short and have a deadline, connections are limited,
+and a reader that does not read its updates is dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from msgspec import structs
@@ -30,15 +29,16 @@ REQUEST_S = 5.0
 """Time for a request to arrive, and for an answer or an update to be taken."""
 MOST_REQUEST_BYTES = 8192
 MOST_CONNECTIONS = 64
-"""Of each kind: those that have not shown the secret (the oldest gives way), and pages that are open."""
+"""The most connections of each kind: those that have not shown the secret (the oldest is closed), and open
+pages."""
 SEND_BUFFER_BYTES = 1 << 17
 UPDATE_S = 0.45
-"""Seconds between two looks at the log, each followed by an update of the open pages if the log has news. Every
-wake-up costs: with twice as many, and one for each pulse, this process took a quarter more processor time."""
+"""Seconds between two reads of the log, each followed by an update of the open pages if the log has new events.
+Every wake-up costs: with twice as many, and one for each pulse, this process took a quarter more processor time."""
 PULSE_S = 0.85
 """Seconds between two updates where the log has none."""
 QUIET_S = 15.0
-"""After so many seconds without news an open page is told that there are none."""
+"""After this many seconds without an update an open page gets an empty one."""
 ADVICE_PART = 5e-4
 """Part of the time that may be spent on what would help most."""
 _HEADERS = {
@@ -61,7 +61,7 @@ class Refused(Exception):
 
 
 def checked_path(request: str, headers: Mapping[str, str], secret: str, *, loopback: bool) -> str:
-    """What was asked for, below the secret; raises `Refused`. `loopback`: only this machine is served."""
+    """The requested path below the secret. Raises `Refused`. `loopback`: serve only this machine."""
     method, _, rest = request.partition(" ")
     target, _, version = rest.partition(" ")
     if not version.startswith("HTTP/1."):
@@ -69,12 +69,12 @@ def checked_path(request: str, headers: Mapping[str, str], secret: str, *, loopb
     host = headers.get("host", "")
     if not _is_own_name(host, loopback=loopback):
         # A name that an attacker's name server points here would make a foreign page the same origin as this.
-        raise Refused(403, "open this page by the address that the run printed")
+        raise Refused(403, "open this page with the address that the run printed")
     if headers.get("origin", f"http://{host}") != f"http://{host}":
-        raise Refused(403, "another page asked for this")
+        raise Refused(403, "a page of another site requested this")
     first, _, path = target.partition("?")[0].removeprefix("/").partition("/")
     if not hmac.compare_digest(first.encode(), secret.encode()):
-        raise Refused(403, "open this page by the address that the run printed: it has a secret in it")
+        raise Refused(403, "open this page with the address that the run printed: it contains a secret")
     if method != "GET":
         raise Refused(405, "this page can only be read")
     if target.partition("?")[0] == f"/{secret}":
@@ -83,7 +83,7 @@ def checked_path(request: str, headers: Mapping[str, str], secret: str, *, loopb
 
 
 def _is_own_name(host: str, *, loopback: bool) -> bool:
-    """An IP address or localhost, with any port: a tunnel has one of its own."""
+    """Whether it is an IP address or localhost, with any port, because a tunnel has its own port."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.rpartition(":")[0] or host
     if name.lower() == "localhost":
         return True
@@ -95,12 +95,12 @@ def _is_own_name(host: str, *, loopback: bool) -> bool:
 
 
 @dataclass(slots=True)
-class _Reader:
+class _OpenPage:
     """An open page."""
 
     transport: asyncio.WriteTransport
     stuck_since: float | None = None
-    """Since when it has not taken all that was sent."""
+    """Since when it has not read everything that was sent."""
 
 
 class PageServer:
@@ -108,12 +108,12 @@ class PageServer:
 
     def __init__(self, follower: Follower, secret: str, *, loopback: bool) -> None:
         self._follower, self._secret, self._loopback = follower, secret, loopback
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[int, _OpenPage] = {}
         self._strangers: OrderedDict[int, asyncio.StreamWriter] = OrderedDict()
         self._loaded = asyncio.Event()
         self._stopping = False
         self._news = False
-        """Whether the log has something that the open pages have not."""
+        """Whether the log has something that the open pages lack."""
         self._sent_at = 0.0
         self._sent, self._shown = Page(), follower.state
         self._sent_rows = self._sent_merges = self._sent_step = 0
@@ -142,7 +142,7 @@ class PageServer:
         await asyncio.sleep(0.3)  # the last update is on its way
 
     def hear(self, pulse: Pulse) -> None:
-        """From any thread: the next update shows it."""
+        """Show this with the next update. Callable from any thread."""
         self._follower.state.hear(pulse)
 
     def stop(self) -> None:
@@ -154,7 +154,7 @@ class PageServer:
         return self._follower.state.page(live=True, steps_after=steps_after, advice=self._advice)
 
     def _advise(self) -> None:
-        """Find out what would help most, now and then: with several guests it takes 0.1 s."""
+        """Compute occasionally what would help most; with several guests this takes 0.1 s."""
         state, now = self._follower.state, time.monotonic()
         if now >= self._advice_due and state.run.step is not None:
             self._advice = state.helping()
@@ -162,7 +162,7 @@ class PageServer:
             self._advice_due = now + max(10.0, took_s / ADVICE_PART)
 
     def _update(self, now: float) -> None:
-        """Tell the open pages what has changed since the last update; drop those that do not listen."""
+        """Send the open pages the changes since the last update, and drop those that do not read."""
         if not self._readers:
             self._sent = Page()
             return
@@ -171,12 +171,12 @@ class PageServer:
             changed = self._changed()
         else:
             machines = self._follower.state.machines()
-            changed = {"machines": machines} if machines != self._sent.machines else {}
+            changed = Page(machines=machines) if machines != self._sent.machines else None
             self._sent = structs.replace(self._sent, machines=machines)
-        if not changed and now - self._sent_at < QUIET_S:
+        if changed is None and now - self._sent_at < QUIET_S:
             return
         self._sent_at = now
-        data = _event(Page(**changed)) if changed else b": still here\n\n"  # finds out whether the browser is
+        data = _event(changed) if changed is not None else b": still here\n\n"  # finds out whether the browser is
         for reader in list(self._readers.values()):
             if not reader.transport.get_write_buffer_size():
                 reader.stuck_since = None
@@ -187,8 +187,8 @@ class PageServer:
                 continue
             reader.transport.write(data)
 
-    def _changed(self) -> dict[str, Any]:
-        """The parts of the page that are not as they were sent."""
+    def _changed(self) -> Page | None:
+        """The parts of the page that have changed since they were sent."""
         state = self._follower.state
         if state is not self._shown:  # a resumed run: send everything
             self._sent, self._shown = Page(), state
@@ -198,7 +198,7 @@ class PageServer:
         start = start if start < len(rows) else 0
         curves = Curves(labels=(), rows=rows[start:], start=start, merged=merges > 0)
         last = self._sent
-        changed: dict[str, Any] = {
+        changed: dict[str, object] = {
             name: value
             for name in page.__struct_fields__
             if name not in ("curves", "steps") and (value := getattr(page, name)) != getattr(last, name)
@@ -210,7 +210,9 @@ class PageServer:
         self._sent, self._sent_rows, self._sent_merges = page, len(rows), merges
         self._sent_step = state.run.done if state.last_steps else 0
         # A page counts on from the last age that it was sent: with whatever is new, it gets the one of now.
-        return {**changed, "since_step_s": page.since_step_s} if set(changed) - {"since_step_s"} else {}
+        if not changed.keys() - {"since_step_s"}:
+            return None
+        return structs.replace(Page(), **{**changed, "since_step_s": page.since_step_s})
 
     # -- who asks ---------------------------------------------------------------------------------------
 
@@ -260,11 +262,11 @@ class PageServer:
             await _send(writer, 200, text(), kind=kind)
 
     async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: int) -> None:
-        """Everything now; `_update` sends what follows, until the browser closes the connection."""
+        """Send the whole page now. `_update` sends later changes, until the browser closes the connection."""
         if len(self._readers) >= MOST_CONNECTIONS:
             raise Refused(503, "too many pages are open")
         writer.write(_head(200, "text/event-stream") + _event(self._page()))
-        self._readers[key] = _Reader(writer.transport)
+        self._readers[key] = _OpenPage(writer.transport)
         await reader.read(1)
 
     def _status(self) -> Status:
@@ -283,7 +285,7 @@ async def _request(reader: asyncio.StreamReader) -> tuple[str, dict[str, str]]:
     for line in lines:
         name, colon, value = line.partition(":")
         if not colon or name.strip().lower() in headers:
-            raise ValueError("a header that is none, or twice")
+            raise ValueError("a header that is invalid or repeated")
         headers[name.strip().lower()] = value.strip()
     return first, headers
 

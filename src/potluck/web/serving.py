@@ -1,6 +1,6 @@
 """The process that serves a run's page, `python -m potluck.web.serving`; the run's own process starts and ends it.
 
-It reads what to serve from the first line of its standard input, and pulses from the others. Where the input ends,
+It reads what to serve from the first line of its standard input, and pulses from the others. When the input ends,
 it ends. It prints one line: the port that it listens on, or why it cannot.
 """
 
@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from potluck import checked
+from potluck.bounds import Finite, Natural, Text
 from potluck.web.follower import Follower
 from potluck.web.server import MOST_REQUEST_BYTES, PageServer
 from potluck.web.state import GuestAbout, PageState, Pulse
@@ -26,33 +27,33 @@ from potluck.web.state import GuestAbout, PageState, Pulse
 AT_ONCE = 128
 """Connections accepted in one go, before the oldest are closed: many systems give a process 1024 files."""
 NICENESS = 10
-"""Training comes first."""
+"""Niceness of the process: training has priority."""
 
 
 class Serving(Struct, frozen=True, kw_only=True):
-    """What to serve, and where."""
+    """What to serve, and on which address."""
 
-    events: str
+    events: Text
     """Path of the log."""
-    address: str
-    port: int
-    secret: str
+    address: Text
+    port: Natural
+    secret: Text
     loopback: bool
     """Whether the address is this machine's own."""
-    before: int = 0
+    before: Natural = 0
     """Bytes of the log that earlier processes of the run have written."""
     guest: GuestAbout | None = None
-    """On a guest: what its page is about."""
-    planned_s: float | None = None
-    planned_alone_s: float | None = None
-    """What a saved plan says of a step, with guests and without."""
+    """On a guest: the description of its part in the run."""
+    planned_s: Finite | None = None
+    planned_alone_s: Finite | None = None
+    """Seconds of a step in a saved plan, with and without guests."""
 
 
 class Opened(Struct, frozen=True, kw_only=True):
     """The answer: a port, or the error."""
 
-    port: int = 0
-    error: str = ""
+    port: Natural = 0
+    error: Text = ""
     taken: bool = False
 
 

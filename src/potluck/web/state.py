@@ -1,4 +1,4 @@
-"""What is known of a run after some of its events, as the page shows it. The figures are `potluck report`'s."""
+"""The state of a run after some of its events, for the page. The figures are those of `potluck report`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from msgspec import Struct, structs
 
+from potluck.bounds import Finite, Named, Text
 from potluck.report.data_wait import data_text
-from potluck.report.messages import eta_text, loss_text
+from potluck.report.sentences import eta_text, loss_text
 from potluck.report.state import MachineRow, RunState
 from potluck.report.summary import NO_END, Summary, Totals
 from potluck.report.summary_text import HEADER, gain_text, machine_cells, summary_facts
@@ -38,15 +39,15 @@ from potluck.web.content import (
     PageNotice,
     TimelineStep,
 )
+from potluck.web.curves import Series
 from potluck.web.helping import helping
-from potluck.web.series import Series
 
 MOST_NOTICES = 200
 MOST_GONE = 16
 LAST_STEPS = 24
 """Steps in the timeline."""
 HOST_GONE = "host gone"
-"""The end of a run whose process ended without a word."""
+"""The end of a run whose process ended without a last event."""
 CURVES = ("loss", "samples/s", "speed-up")
 PLANNED = "Predicted by the plan's cost model from the speeds and links measured in this run."
 NO_GUESTS = "No guest has joined. The run printed the line to type on other machines."
@@ -54,32 +55,32 @@ MEASURED = "From the time that the steps of this run waited for their samples."
 
 
 class GuestNow(Struct, frozen=True, kw_only=True):
-    """A guest at a moment."""
+    """A guest's state at one moment."""
 
-    state: str
-    doing: str
+    state: Text
+    doing: Text
     """What it is doing, or why it is in this state."""
-    heard_s: float
-    """Seconds since the host last heard from it."""
+    heard_s: Finite
+    """Seconds since the host last heard from the machine."""
 
 
 class Pulse(Struct, frozen=True, kw_only=True):
-    """What the host tells its page every second, which no event says."""
+    """What the host sends its page every second, in addition to events."""
 
-    guests: dict[str, GuestNow] = {}
+    guests: Named[GuestNow] = {}
 
 
 class GuestAbout(Struct, frozen=True, kw_only=True):
-    """A guest's part in a run: what its own page is about."""
+    """A guest's part in a run, for its own page."""
 
-    host: str
-    run: str
-    name: str
-    device: str
+    host: Text
+    run: Text
+    name: Text
+    device: Text
 
 
 class PageState:
-    """Fold events with `fold`; `page` is what they amount to."""
+    """Call `fold` with events; `page` is the resulting page."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class PageState:
         self.links: dict[str, float] = {}
         """Bytes per second to each guest, where known."""
         self._pulse = Pulse(), clock()
-        """What the host last said of its guests, and when."""
+        """The host's last report about its guests, and its time."""
         self._step_at: float | None = None
         """When the last step ended, if a run that is alive made it."""
         self.guest_of = clean(guest.run) if guest is not None else ""
@@ -113,17 +114,17 @@ class PageState:
         self._end_before: RunEnded | None = None
 
     def hear(self, pulse: Pulse) -> None:
-        """What the host knows of its guests right now. From any thread."""
+        """Set the host's present state of its guests. Callable from any thread."""
         self._pulse = pulse, self._clock()
 
     def stop(self) -> None:
-        """The process that told this is gone: no event will come."""
+        """The process that wrote the log is gone: no event will come."""
         self._stopped = True
         if self._resumes:  # it ended before it did anything
             self.run.end = self._end_before
 
     def resume(self) -> None:
-        """All that was folded is of earlier processes: a new one resumes the run, and has not started yet."""
+        """All folded events are from earlier processes: a new one resumes the run, and has not started yet."""
         if self.run.start is None:
             return
         self._resumes, self._step_at = True, None
@@ -141,19 +142,20 @@ class PageState:
         return HOST_GONE if self._stopped and self.run.start is not None else ""
 
     def _now(self, row: MachineRow) -> tuple[GuestNow, float] | None:
-        """What the host last said of a guest that is there, and when."""
+        """The host's last report about a connected guest, and its time."""
         pulse, at = self._pulse
         there = row.role != "host" and row.state != "gone" and not self.ended
         now = pulse.guests.get(row.name) if there else None
         return None if now is None else (now, at)
 
     def heard(self, row: MachineRow) -> float | None:
-        """Seconds since the host last heard from a guest, if it is there."""
+        """Seconds since the host last heard from a guest, if it is connected."""
         found = self._now(row)
         return None if found is None else round(found[0].heard_s + self._clock() - found[1], 1)
 
     def undone_after(self, event: RunEvent) -> int | None:
-        """Where a resumed run repeats steps that are counted here: the last step that stays. Fold all again."""
+        """If a resumed run repeats steps that were counted: the last step that remains valid. Then fold everything
+        again."""
         last = None
         if isinstance(event, RunStarted):
             last = event.resumed_from
@@ -210,7 +212,7 @@ class PageState:
         self.delivered = event
 
     def _remember_gone(self, before: Mapping[str, MachineRow]) -> None:
-        """A step's event has only those who are there; who left is shown for longer."""
+        """A step's event has only the present machines; those that left are shown for longer."""
         there = {row.name for row in self.run.machines}
         for row in (*before.values(), *self.run.machines):
             if row.state == "gone" or row.name not in there:
@@ -350,7 +352,7 @@ class PageState:
         )
 
     def rows(self, *, live: bool = True) -> list[MachineRow]:
-        """The machines that are there, as of now, and those that left last. Not `live`: as of the last line."""
+        """The present machines, and those that left last. Not `live`: as of the last line."""
         if self._guest is not None:
             over = self._over or self._stopped
             state = "waiting" if self._host_gone is not None and not over else self.status()[0]
@@ -410,7 +412,7 @@ def timeline_step(event: StepEnded) -> TimelineStep:
 
 
 def _host_bars(event: StepEnded, machine: MachineFigures) -> Sequence[Bar]:
-    """It waits for its data, computes, waits for the last leases, updates."""
+    """The host's bars: it waits for data, computes, waits for the last leases, updates."""
     updating_s = event.step_s - event.update_s
     waiting_s = updating_s - event.wait_s
     busy_s = (machine.busy or 0.0) * event.step_s
@@ -423,7 +425,8 @@ def _host_bars(event: StepEnded, machine: MachineFigures) -> Sequence[Bar]:
 
 
 def _guest_bars(event: StepEnded, machine: MachineFigures) -> Sequence[Bar]:
-    """The weights' change arrives, it computes, its gradient leaves: the lengths and its end are measured."""
+    """A guest's bars: it receives the weights' change, computes, and sends its gradient. The lengths and the end
+    are measured."""
     if not machine.samples or machine.answered_s is None:
         return ()
     end_s = min(machine.answered_s, event.step_s)

@@ -16,7 +16,7 @@ from potluck.wire.lobby import Visitor
 
 
 @dataclass(slots=True)
-class _Connection:
+class _GuestConnection:
     visitor: Visitor
     messages: int = 0
     counted: int = -1
@@ -32,14 +32,14 @@ class Admitted:
 
     def __init__(self, *, most: int, most_bytes: int) -> None:
         self.most, self.most_bytes = most, most_bytes
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, _GuestConnection] = {}
 
     def __len__(self) -> int:
         return len(self._connections)
 
     def came(self, visitor: Visitor) -> None:
         self._connections.pop(visitor.descriptor, None)  # the newest is always the last
-        self._connections[visitor.descriptor] = _Connection(visitor)
+        self._connections[visitor.descriptor] = _GuestConnection(visitor)
 
     def spoke(self, descriptor: int) -> None:
         """A complete message of this connection has been read."""

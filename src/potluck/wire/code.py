@@ -1,15 +1,16 @@
-"""A short code that a guest exchanges for the token: SPAKE2 between the host that made it and who knows it.
+"""A short code that a guest exchanges for the token: SPAKE2 between the host and a guest that knows the code.
 
     guest → host    GREETING, the guest's SPAKE2 message
     host → guest    READY, the host's SPAKE2 message; or OFF
     guest → host    a proof that the guest has the same key, so knew the code
     host → guest    RIGHT, the host's proof, the token encrypted; or WRONG
 
-A listener cannot search for the code: everything that travels depends on secrets that the two throw away. Whoever
-takes part can try one code in each exchange. So 18 bits are enough, because the host makes one exchange at a time
-and counts wrong proofs: `TRIES` use up a code, and `CODES` are all that a run has.
+A listener cannot search for the code: all data that is sent depends on secrets that both sides delete. A
+participant can try one code in each exchange. So 18 bits are enough, because the host makes one exchange at a time
+and counts wrong proofs: after `TRIES` wrong ones a code is replaced, and a run has `CODES` codes.
 
-The guest proves itself first. A stranger that leaves before has learned nothing, and costs no try.
+The guest proves itself first. A stranger that leaves before that has learned nothing, and it does not count as a
+try.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from potluck.wire.words import WORDS
 TRIES = 3
 CODES = 3
 EXCHANGE_S = 3.0
-"""For all four messages: each side computes for some 10 ms."""
+"""Time limit for all four messages; each side computes for about 10 ms."""
 PAUSE_S = 0.5
-"""An exchange without a right proof takes at least this long, so that nobody sees how long the host computed. And
-strangers cost the training at most a fiftieth of a core."""
+"""An exchange without a correct proof takes at least this long, which hides how long the host computed, and limits
+the cost of strangers to a fiftieth of a core."""
 GUEST_S = 20.0
-"""A guest may have to wait for others."""
+"""Time limit of a guest, which may have to wait for others."""
 MAX_TOKEN_BYTES = 4096
 
 GREETING = b"potluck code 1\n"
@@ -58,10 +59,9 @@ class WrongCode(Exception):
 
 
 def parse_code(text: str) -> str | None:
-    """The code in what a person typed, as the host spells it; None if it is none, such as a token.
+    """The code in the typed text, in the host's spelling; None if it is not a code but, for example, a token.
 
-    Raises:
-        TokenError: it looks like a code, but no host shows it.
+    Raises: TokenError: it looks like a code, but cannot be one.
     """
     match = _SHAPE.fullmatch(text.strip().lower())
     if match is None:
@@ -80,7 +80,7 @@ def run_of(code: str) -> int:
 
 
 class Codes:
-    """The codes of one run. Wrong tries use them up; right ones do not."""
+    """The codes of one run. Wrong tries use them up; correct ones do not."""
 
     def __init__(self, run: int, choose: Callable[[tuple[str, ...]], str] = secrets.choice) -> None:
         self._run, self._choose = run, choose
@@ -88,7 +88,7 @@ class Codes:
         self.current: str | None = None
         """None: all are used up."""
         self.tries = 0
-        """How many wrong ones are left for the current code."""
+        """How many wrong tries are left for the current code."""
         self._renew()
 
     def wrong(self) -> None:
@@ -106,7 +106,7 @@ class Codes:
 
 
 class _Keys:
-    """What both derive from the key that SPAKE2 gave them."""
+    """The keys that both sides derive from SPAKE2's key."""
 
     def __init__(self, shared: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -126,7 +126,7 @@ class _Keys:
 class HostSide:
     """The host's part of one exchange, without I/O.
 
-    Make it before the guest is there. How long that takes depends on the code, and how long `reply` takes does not.
+    Make it before a guest connects: the time for this depends on the code, the time of `reply` does not.
     """
 
     def __init__(self, code: str, token: str) -> None:
@@ -138,14 +138,14 @@ class HostSide:
         self._element: bytes | None = None
 
     def reply(self, greeting: bytes) -> bytes:
-        """To the guest's first message. Raises WireError."""
+        """The answer to the guest's first message. Raises WireError."""
         if not greeting.startswith(GREETING):
-            raise WireError("this is no guest that joins by a code")
+            raise WireError("this is not a guest that joins by a code")
         self._element = greeting[len(GREETING) :]
         return READY + self._sent
 
     def answer(self, proof: bytes) -> bytes | None:
-        """To the guest's proof: the token; None if the proof is wrong. Raises WireError."""
+        """The answer to the guest's proof, with the token; None if the proof is wrong. Raises WireError."""
         element, self._element = self._element, None
         if element is None:
             return None
@@ -170,12 +170,12 @@ class GuestSide:
         return GREETING + sent
 
     def proof(self, element: bytes) -> bytes:
-        """Of knowing the code, for the host that sent this. Raises WireError."""
+        """The proof of knowing the code, for the host that sent this message. Raises WireError."""
         self._keys = _finish(self._side, element)
         return self._keys.guest_proof
 
     def token(self, proof: bytes, sealed: bytes) -> str:
-        """What the host sent, once it has proved that it knows the code, too. Raises WrongCode."""
+        """The token, after the host has proved that it also knows the code. Raises WrongCode."""
         from cryptography.exceptions import InvalidTag
 
         assert self._keys is not None
@@ -192,14 +192,14 @@ def _finish(side: Any, element: bytes) -> _Keys:
     try:
         return _Keys(side.finish(element))
     except Exception:  # the library has several, and asserts: none of them is ours
-        raise WireError("this is no SPAKE2 message") from None
+        raise WireError("this is not a SPAKE2 message") from None
 
 
 class CodeServer:
-    """Listens for guests that know the code, in a thread of its own, one at a time."""
+    """Listens for guests that know the code, in a separate thread, one at a time."""
 
     def __init__(self, bind: str, port: int, on_try: Callable[[str, bool], None]) -> None:
-        """`on_try` is told the address of everybody who proved to know the code (True), or another one (False)."""
+        """`on_try` gets the address of each guest and whether its proof was correct."""
         self._on_try = guarded(on_try, "the report of a code")
         self._waker = Waker()
         self._stop = threading.Event()
@@ -268,10 +268,8 @@ class CodeServer:
 def redeem(address: str, port: int, code: str) -> str:
     """The token of the run that listens there.
 
-    Raises:
-        WrongCode: the host does not know this code, or is not the host.
-        TokenError: the host takes no codes any more.
-        NetworkError: it cannot be reached, or speaks something else.
+    Raises: WrongCode: the host does not know this code, or it is not the host. TokenError: the host no longer
+    accepts codes. NetworkError: it cannot be reached, or uses another protocol.
     """
     deadline = time.monotonic() + GUEST_S
     try:
@@ -318,7 +316,7 @@ def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
 
 
 def need_libraries(what: str, *names: str) -> None:
-    """Raises MissingModuleError where one of these of the extra `lan` is not installed."""
+    """Raises MissingModuleError if one of these modules of the extra `lan` is not installed."""
     for name in names or ("zeroconf", "spake2", "cryptography"):
         if importlib.util.find_spec(name) is None:
             raise MissingModuleError(f"{what} needs {name}, which is not installed", hint="pip install -e '.[lan]'")

@@ -1,7 +1,8 @@
-"""Runs in the local network: a host announces its own by multicast DNS, and `potluck join` looks for them.
+"""Finds runs in the local network: a host announces its run by multicast DNS, and `potluck join` looks for them.
 
-What is announced is public: the protocol's version, the run's number, an address and the port of the code exchange.
-No key, and no name of a machine, a person or a script. What is found is unverified: anybody can announce anything.
+An announcement is public. It contains the protocol's version, the run's number, an address and the port of the code
+exchange, but no key and no name of a machine, a person or a script. It is also unverified: anybody can announce
+anything.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ MOST_RUNS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnouncedRun:
-    """A run that some machine announced."""
+    """A run that a machine announced."""
 
     number: int
     protocol: int
     addresses: tuple[str, ...]
     port: int
-    """Of the code exchange."""
+    """Port of the code exchange."""
 
 
 class Announcement:
-    """A run that is announced until this is closed, under a number that was free."""
+    """Announces a run, under a free number, until it is closed."""
 
     def __init__(self, addresses: Sequence[str], port: int) -> None:
         from zeroconf import IPVersion, ServiceInfo, Zeroconf
@@ -74,14 +75,14 @@ class Announcement:
             raise
 
     def close(self) -> None:
-        """Say that the run is over, and stop."""
+        """Withdraw the announcement, and stop."""
         self._zeroconf.close()
 
 
 def look(number: int | None = None, *, for_s: float = LOOK_S) -> list[AnnouncedRun]:
-    """The runs that are announced in this network, sorted by number; those of one number if it is given.
+    """The runs announced in this network, sorted by number; only those with one number if it is given.
 
-    Where multicast is blocked, as in many networks, the answer is an empty list after `for_s`.
+    If multicast is blocked, as in many networks, this returns an empty list after `for_s`.
     """
     from zeroconf import IPVersion, ServiceBrowser, ServiceStateChange, Zeroconf
 
@@ -125,7 +126,7 @@ def _parse(
 
 
 def _quiet() -> None:
-    """Without a handler of its own, logging would write the library's warnings across the view."""
+    """Give the library's logger a handler; otherwise logging would write its warnings over the view."""
     library = logging.getLogger("zeroconf")
     if not library.handlers:
         library.addHandler(logging.NullHandler())

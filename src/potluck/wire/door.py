@@ -68,7 +68,7 @@ class Monitor:
         self.socket.connect(endpoint)
 
     def drain(self) -> list[tuple[int, int]]:
-        """The pending events; in a flood only some of them, so that the caller can act on them."""
+        """The pending events; in a flood only some of them, so that the caller can act in between."""
         events: list[tuple[int, int]] = []
         with contextlib.suppress(zmq.Again):
             while len(events) < _MOST_EVENTS:
@@ -80,7 +80,7 @@ class Monitor:
 class Door:
     """Admits only peers with one public key to a socket, and reports the addresses of others.
 
-    The thread that receives serves it; `Watch` has a thread of its own.
+    The thread that receives serves it; `Watch` has its own thread.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Door:
 
 
 class Watch:
-    """Watches connections in a thread of its own, and closes those above the limits.
+    """Watches connections in a separate thread, and closes those above the limits.
 
     It runs from the start, because strangers can connect while the host still loads its data and receives nothing.
     """
@@ -154,7 +154,7 @@ class Watch:
         self._thread.start()
 
     def keep(self, gate: Gate | None) -> None:
-        """From now on admit the connections that wait at this gate, and close it at the end."""
+        """From now on admit the connections that wait in this gate's queue, and close the gate at the end."""
         self._gate = gate
         self._waker.wake()
 
@@ -232,7 +232,8 @@ class Watch:
                 time.sleep(_TURN_S)
 
     def _admit(self, poller: zmq.Poller) -> tuple[int | None, list[Visitor]]:
-        """Admit those at the gate if there is room; when to look again (None: at an event) and whom to close."""
+        """Admit waiting connections if there is room. Returns when to check again (None: at an event) and which
+        connections to close."""
         gate = self._gate
         if gate is None or not gate.holds:
             return None, []
@@ -333,7 +334,7 @@ def _turn_out(visitor: Visitor) -> None:
 def _received_bytes(visitor: Visitor) -> int | None:
     """Bytes received on this connection so far; None if not known.
 
-    Called often for every connection, so it makes only one system call; `_turn_out` checks whose descriptor it is.
+    Called often for every connection, so it makes only one system call; `_turn_out` checks who owns the descriptor.
     """
     if sys.platform != "linux":
         return None

@@ -15,7 +15,7 @@ from potluck.errors import ConfigError
 from potluck.spec.config import MOST_GUESTS
 
 WANTED_FILES = 8192
-"""Enough for every connection that a host keeps and for all files of a training. Not all that the system allows:
+"""Enough for every connection of a host and all files of a training. It is not the system's maximum, because
 programs that use select() fail at descriptors above 1023, and a lower limit shows that sooner."""
 FEWEST_FILES = 256
 """The fewest open files with which a host listens."""
@@ -92,6 +92,6 @@ def warning_of(limit: int | None, room: Room) -> str | None:
         return None
     return (
         f"only {limit} files may be open at once here, so no more than {min(room.inside // 2, MOST_GUESTS)} guests "
-        f"can take part and {room.waiting} connections wait to be let in; {MOST_GUESTS} and {most.waiting} should. "
+        f"can take part and {room.waiting} connections can be pending; {MOST_GUESTS} and {most.waiting} should. "
         f"To raise it: ulimit -n {WANTED_FILES}, then start again"
     )

@@ -1,4 +1,4 @@
-"""Messages as frames: owns the layout of a message's bytes and the limits that hold for them.
+"""Messages as frames: owns the layout of a message's bytes and their limits.
 
     frame 0      b"PLK", one byte of protocol version, then compact UTF-8 JSON: [kind, fields]
     frame 1..n   raw bytes, at most MAX_FRAMES of them
@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from potluck import checked
+from potluck.bounds import Long
 from potluck.errors import WireError
 from potluck.spec.messages import FromGuest, FromHost, Message, ModelDescription
 from potluck.units import printable
@@ -31,13 +32,13 @@ MAX_FRAMES = 64
 """Raw frames in one message; the header is not one of them."""
 
 PART_BYTES = 256 * 1024
-"""The largest part that a host accepts. libzmq allocates for strangers what it would allocate for guests, so this
-times the unauthenticated connections is what strangers can make a host allocate."""
+"""The largest part that a host accepts. libzmq allocates the same for strangers as for guests, so strangers can
+make a host allocate this times the number of unauthenticated connections."""
 MAX_PARTS = 256
 """The most parts of one message to a host."""
 
 MAX_DEPTH = 64
-"""The deepest nesting of a header. No honest message is deeper, and walking a deeper one is a risk."""
+"""The deepest nesting of a header. No honest message is deeper, and parsing a deeper one is a risk."""
 
 MAGIC = b"PLK"
 _CUT = b"CUT"
@@ -47,7 +48,7 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _WRONG = re.compile(r"(.{1,200}) - at `\$(?:\[1\])?\.(\w+).{0,60}`", re.DOTALL)
 _ENCODER = msgspec.json.Encoder()
 _MODEL = checked.decoder(ModelDescription)
-_PAIR = checked.decoder(tuple[str, msgspec.Raw])
+_PAIR = checked.decoder(tuple[Long, msgspec.Raw])
 
 M = TypeVar("M", bound=Message)
 
@@ -57,14 +58,14 @@ class VersionError(WireError):
 
     def __init__(self, theirs: int) -> None:
         super().__init__(
-            f"the other machine speaks protocol {theirs}, this one speaks {PROTOCOL}",
+            f"the other machine uses protocol {theirs}, this one uses {PROTOCOL}",
             hint="install the same version of potluck on both machines",
         )
         self.theirs = theirs
 
 
 class UnknownKindError(WireError):
-    """A message of a kind that this version does not know, or that nobody should send here."""
+    """A message of a kind that this version does not know, or that must not be sent to this side."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(f"an unknown message {kind!r}")
@@ -105,14 +106,15 @@ def pack(message: Message, frames: Sequence[bytes | memoryview] = ()) -> list[by
 
 
 class Reader(Generic[M]):
-    """Decodes and checks messages of some kinds: nothing that comes out of `read` has to be checked again."""
+    """Decodes and checks messages of some kinds. The results of `read` need no further check."""
 
     def __init__(self, kinds: Iterable[type[M]]) -> None:
         self._decoders = {kind.kind: checked.decoder(kind) for kind in kinds}
 
     def read(self, frames: Sequence[bytes | memoryview]) -> Received[M]:
         """The message in these frames. Raises WireError whatever they hold: VersionError for another protocol,
-        UnknownKindError and MalformedError for a message that is not right, else for bytes that are no message."""
+        UnknownKindError and MalformedError for a message that is not right, otherwise for bytes that are no
+        message."""
         if not frames:
             raise WireError("a message without frames")
         text, raw = _text_in(frames[0]), tuple(frames[1:])
@@ -138,9 +140,9 @@ class Reader(Generic[M]):
 
 
 FROM_GUEST: Reader[FromGuest] = Reader(get_args(FromGuest))
-"""What a host reads."""
+"""The messages that a host reads."""
 FROM_HOST: Reader[FromHost] = Reader(get_args(FromHost))
-"""What a guest reads."""
+"""The messages that a guest reads."""
 
 
 def _check_null(message: Message, header: bytes) -> None:
@@ -175,7 +177,7 @@ def _text_in(frame: bytes | memoryview) -> bytes:
 
 
 def _why(error: Exception) -> str:
-    """What is wrong with a message's fields, in words."""
+    """A description of what is wrong with a message's fields."""
     if not isinstance(error, msgspec.ValidationError):
         return f"not readable JSON ({type(error).__name__})"
     text = str(error)
@@ -187,7 +189,7 @@ def _why(error: Exception) -> str:
 
 
 def cut(frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """The parts in which these frames are sent to a host; nothing is copied."""
+    """The parts in which these frames are sent to a host, without a copy."""
     _check_sizes(frames, first=0)
     views = list(map(_view, frames))
     if all(len(view) <= PART_BYTES for view in views):
@@ -201,7 +203,7 @@ def cut(frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
 
 
 def joined(parts: list[memoryview]) -> list[memoryview]:
-    """The frames that these parts make up. Invalid parts are returned unchanged; they are not a message."""
+    """The frames made of these parts. Invalid parts are returned unchanged; they are not a message."""
     if not parts or parts[0][: len(_CUT)] != _CUT or len(parts) > MAX_PARTS:
         return parts
     table = parts[0][len(_CUT) :]

@@ -1,14 +1,13 @@
 """The listening port of a host, and how many connections libzmq may accept at once.
 
-libzmq accepts in a thread of its own whatever comes, and each connection is an open file: while Python is busy
-elsewhere (importing torch keeps it for a second) nobody counts, and a burst of strangers takes every file that the
-process may open. Here connections wait in the system's queue, where they cost no file, until admit() lets libzmq
-accept those that are there: at most `batch`. Whoever comes meanwhile has to wait, so that the number holds even if
-Python is stopped in the middle of it.
+libzmq accepts all connections in its own thread, and each one is an open file. While Python is busy (importing
+torch takes a second), they are not counted, and a burst of strangers uses up every file that the process may open.
+Here connections wait in the system's queue, where they use no file, until admit() lets libzmq accept at most
+`batch` of them. Later connections wait, so the limit holds even if Python is stopped in the middle of it.
 
-On Linux only: libzmq listens on a socket that is made here (ZMQ_USE_FD) and asks epoll about it; what it asks is
-changed in its epoll, which /proc shows. While it accepts, a packet filter on the socket keeps newcomers waiting:
-what they send is sent again by their systems, a fifth of a second later.
+This works on Linux only. libzmq listens on a socket that is made here (ZMQ_USE_FD) and waits for it with epoll;
+this module changes the entry in that epoll, which /proc shows. While libzmq accepts, a packet filter on the socket
+delays new connections: their systems repeat the packets a fifth of a second later.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ IS_AVAILABLE = sys.platform == "linux"
 
 _FOUND_S = 1.0
 _ACCEPTED_S = 0.05
-"""At most, for libzmq to accept what waits; it takes some 50 µs each."""
+"""Time limit for libzmq to accept the waiting connections; each takes about 50 µs."""
 _LOOK_S = 0.0001
 
 # Of <asm-generic/socket.h> and <sys/epoll.h>; Python does not name them.
@@ -45,12 +44,12 @@ _MODIFY = 3
 _BEGINNINGS = ((0x30, 0, 0, 13), (0x54, 0, 0, 0x12), (0x15, 0, 1, 0x02), (0x06, 0, 0, 0xFFFFFFFF), (0x06, 0, 0, 0))
 _CODE = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in _BEGINNINGS))
 _FILTER = struct.pack("HP", len(_BEGINNINGS), ctypes.addressof(_CODE))
-"""Lets connections begin but not be established."""
+"""A packet filter that lets connections begin but not be established."""
 _EPOLL_EVENT = "=IQ" if platform.machine() == "x86_64" else "@IQ"
 
 
 def listen(target: zmq.Socket[bytes], bind: str, port: int, batch: int | None = None) -> tuple[int, Gate | None]:
-    """Let a socket of libzmq listen; returns its port, and its gate if there is one (not if `batch` is None).
+    """Let a socket of libzmq listen. Returns its port, and its gate if there is one (not if `batch` is None).
 
     Set the socket's options before.
 
@@ -106,7 +105,7 @@ class Gate:
     """A port at which connections wait until they are admitted, a batch at a time."""
 
     def __init__(self, address: str, port: int, batch: int) -> None:
-        """Listen; OSError where that is not possible."""
+        """Listen. Raises OSError if that is not possible."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.batch = batch
         self._interest: _Interest | None = None
@@ -145,7 +144,7 @@ class Gate:
 
     @property
     def holds(self) -> bool:
-        """Whether anybody has to wait here; else libzmq accepts by itself, as on other systems."""
+        """Whether connections must wait here; otherwise libzmq accepts by itself, as on other systems."""
         return self._interest is not None
 
     def somebody_waits(self) -> bool:
@@ -154,7 +153,7 @@ class Gate:
         return self._interest is not None and bool(poll.poll(0))
 
     def admit(self) -> None:
-        """Let libzmq accept those who wait: at most `batch`, and none who comes meanwhile."""
+        """Let libzmq accept at most `batch` waiting connections, and none that arrives after this call."""
         if self._interest is None:
             return
         self._keep_out()
@@ -168,12 +167,12 @@ class Gate:
             self._let_in()
 
     def close(self) -> None:
-        """Stop listening; libzmq's socket is closed by its maker."""
+        """Stop listening. The caller closes libzmq's socket."""
         _open.discard(self)
         self._listening.close()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: a port that it kept open would be taken after the host has ended."""
+        """Close the port in a forked child, because otherwise it would stay in use after the host has ended."""
         self._listening.close()
         if self._lent is not None:
             with contextlib.suppress(OSError):
@@ -202,7 +201,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Interest:
-    """What an epoll of libzmq's waits for at one descriptor."""
+    """The events that libzmq's epoll waits for at one descriptor."""
 
     def __init__(self, epoll: int, descriptor: int, data: int) -> None:
         self._epoll, self._descriptor, self._data = epoll, descriptor, data

@@ -21,7 +21,7 @@ _MAX_FILE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostKeys:
-    """What a host needs to be recognised by its guests and to recognise them; raw keys of 32 bytes."""
+    """The keys by which guests recognise their host, and a host its guests; raw keys of 32 bytes."""
 
     public: bytes
     secret: bytes = field(repr=False)

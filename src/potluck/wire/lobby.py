@@ -2,9 +2,9 @@
 
 PURE.
 
-libzmq ends a handshake that takes too long, but takes any number of connections meanwhile, and each is an open file
-and some memory of the host. Whoever came here first goes first, and always one of the address that has the most:
-a guest is through the door in a moment, and those who fill the lobby only crowd out their own.
+libzmq ends a handshake that takes too long, but accepts any number of connections at the same time, and each uses
+an open file and some memory of the host. The connection to close is the oldest one of the address that has the
+most. A guest authenticates within a moment, and somebody who opens many connections only displaces their own.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ class Visitor:
     descriptor: int
     address: str
     port: int
-    """Theirs; with the address it tells two connections apart that had the same descriptor."""
+    """Port of the remote end; with the address, it distinguishes two connections that had the same descriptor."""
     since: float
 
 
 class Lobby:
-    """At most `most` visitors, each for at most `stays_s`: who stays longer was let in, or libzmq has ended it."""
+    """At most `most` unauthenticated connections, each for at most `stays_s`. After that it was admitted, or libzmq
+    has ended it."""
 
     def __init__(self, *, most: int, stays_s: float) -> None:
         self.most, self.stays_s = most, stays_s
@@ -45,7 +46,7 @@ class Lobby:
         self._by_address.setdefault(visitor.address, {})[visitor.descriptor] = visitor
 
     def left(self, descriptor: int) -> None:
-        """It is closed, or it has sent a message, which only a peer with the key can."""
+        """Remove a connection: it is closed, or it has sent a message, which only a peer with the key can do."""
         visitor = self._visitors.pop(descriptor, None)
         if visitor is None:
             return

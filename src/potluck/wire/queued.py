@@ -1,7 +1,7 @@
 """The bytes queued for all peers of a host, and which peers to disconnect when there are too many.
 
-A peer that does not read makes everything that is sent to it stay in this machine's memory. One budget holds for
-all peers together: when it is spent, those go whose queue has not moved for the longest time.
+If a peer does not read, all messages to it stay in this machine's memory. All peers share one budget. When it is
+used up, the peers are disconnected whose queues have not moved for the longest time.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 TRACKED_BYTES = 2 << 20
-"""To be told when a message has left costs some 30 µs of Python's time. So those of 2 MiB are counted together:
-messages leave in their order, and when the last of them has left, all have."""
+"""Tracking when a message has been sent costs about 30 µs in Python. So messages are tracked in groups of 2 MiB:
+they are sent in order, so when the last of a group has been sent, all have."""
 _MOST_SMALL = 1024
 
 
@@ -20,12 +20,13 @@ LEAST_QUEUED_BYTES, MOST_QUEUED_BYTES = 256 << 20, 4 << 30
 
 
 def budget_bytes(memory_bytes: int) -> int:
-    """What may wait for all peers together on a machine with this memory: a sixteenth of it, within bounds."""
+    """The most queued bytes for all peers together on a machine with this memory: a sixteenth of it, within
+    bounds."""
     return max(LEAST_QUEUED_BYTES, min(MOST_QUEUED_BYTES, memory_bytes // 16))
 
 
 class Tracker(Protocol):
-    """Says whether a message has been sent."""
+    """Tells whether a message has been sent."""
 
     @property
     def done(self) -> bool: ...
@@ -34,23 +35,23 @@ class Tracker(Protocol):
 @dataclass(slots=True)
 class _Queue:
     moved: float
-    """When something of it was last sent, or when it was last empty."""
+    """When the queue last sent something, or was last empty."""
     messages: deque[tuple[Tracker, int]] = field(default_factory=deque)
     total_bytes: int = 0
 
 
 class Queued:
-    """At most `most_bytes` for all peers together."""
+    """Queued bytes, at most `most_bytes` for all peers together."""
 
     def __init__(self, *, most_bytes: int) -> None:
         self.most_bytes = most_bytes
         self.total_bytes = 0
         self._queues: dict[bytes, _Queue] = {}
         self._small: dict[bytes, int] = {}
-        """Bytes of messages that nobody tracks; of peers that may be gone by now."""
+        """Bytes of untracked messages, possibly of peers that are gone."""
 
     def to_track(self, peer: bytes, size_bytes: int) -> int | None:
-        """For a message about to be sent: None, or the bytes to count if it is tracked."""
+        """For a message about to be sent: the bytes to count if it is to be tracked, else None."""
         total = self._small.pop(peer, 0) + size_bytes
         if total >= TRACKED_BYTES:
             return total
@@ -71,12 +72,12 @@ class Queued:
         return 0 if queue is None else queue.total_bytes
 
     def look(self, now: float) -> None:
-        """Update what has been sent."""
+        """Update the counts from the messages that were sent."""
         for peer, queue in list(self._queues.items()):
             self._look_at(peer, queue, now)
 
     def stuck(self, now: float) -> list[tuple[bytes, int]]:
-        """The peers to disconnect, with their queued bytes, which are no longer counted."""
+        """The peers to disconnect and their queued bytes, which are no longer counted."""
         if self.total_bytes <= self.most_bytes:
             return []
         self.look(now)

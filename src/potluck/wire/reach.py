@@ -15,7 +15,7 @@ import psutil
 from potluck.errors import NetworkError
 
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
-"""What a ZMTP 3.0 CURVE client says first: signature, version, mechanism, as-server, filler; 64 bytes."""
+"""The first bytes of a ZMTP 3.0 CURVE client: signature, version, mechanism, as-server, filler; 64 bytes."""
 
 _REFUSED = {errno.ECONNREFUSED, getattr(errno, "WSAECONNREFUSED", -1)}
 _NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH, getattr(errno, "WSAEHOSTUNREACH", -1)}
@@ -23,7 +23,8 @@ UNDER_WAY = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDB
 
 
 _BEFORE_S = 0.1
-"""How long an address waits for one before it in the token. Networks at home answer within this."""
+"""How long an address that answers waits for those before it in the token. Home networks answer within this
+time."""
 
 
 class NobodyListensError(NetworkError):
@@ -31,19 +32,19 @@ class NobodyListensError(NetworkError):
 
 
 class PortAnswer(Enum):
-    """What speaks at a port."""
+    """The kind of program that answers at a port."""
 
-    CURVE = "a ZeroMQ socket that wants CURVE keys, as a potluck host does"
+    CURVE = "a ZeroMQ socket that requires CURVE keys, like a potluck host"
     OTHER = "something that is not a potluck host"
-    SILENT = "something that takes connections and says nothing"
+    SILENT = "something that accepts connections and sends nothing"
     NOTHING = "nothing"
 
 
 def first_answering(addresses: Sequence[str], port: int, timeout_s: float) -> tuple[str, str]:
     """The address that accepts a TCP connection, as given and as a number; all are tried at once.
 
-    The likeliest stand first: one that answers a moment after another is taken before it. NetworkError names each
-    address and what happened there.
+    The most likely addresses come first: one of them is preferred even if it answers a moment later. NetworkError
+    lists each address and its result.
     """
     outcomes: dict[str, str] = {}
     answered: dict[str, str] = {}
@@ -115,7 +116,7 @@ def _hint(port: int, *, refused: bool) -> str:
     if refused:
         return (
             "its run has probably ended. A host started again without --resume prints a new token; for one that is "
-            "about to start, --wait 60 waits so many seconds"
+            "about to start, --wait 60 waits 60 seconds"
         )
     return (
         f"are both machines on the same network, and does the host's firewall let TCP port {port} in? "
@@ -124,7 +125,7 @@ def _hint(port: int, *, refused: bool) -> str:
 
 
 def who_answers(number: str, port: int, timeout_s: float) -> PortAnswer:
-    """Greet as a CURVE client would and look at the greeting that comes back."""
+    """Send a CURVE client's greeting and identify the program by its reply."""
     deadline = time.monotonic() + timeout_s
     received = b""
     try:
@@ -147,7 +148,7 @@ def who_answers(number: str, port: int, timeout_s: float) -> PortAnswer:
 
 
 def who_holds(port: int) -> str | None:
-    """A description of the process that listens on a port of this machine, if the system tells."""
+    """A description of the process that listens on a port of this machine, if the system shows it."""
     try:
         connections = psutil.net_connections(kind="tcp")
         entries = [(entry.laddr, entry.status, entry.pid) for entry in connections]
@@ -163,7 +164,8 @@ def who_holds(port: int) -> str | None:
 
 
 def _own_connections() -> list[tuple[Any, str, int | None]]:
-    """One process at a time: macOS refuses the whole list because it holds other users' connections."""
+    """Asks for one process at a time, because macOS refuses the whole list, which contains other users'
+    connections."""
     entries: list[tuple[Any, str, int | None]] = []
     for process in psutil.process_iter():
         try:

@@ -43,14 +43,14 @@ class Token:
 
     protocol: int = PROTOCOL
     addresses: tuple[str, ...]
-    """Where the host may be reached, the likeliest first: addresses, or names."""
+    """Addresses or names of the host, the most likely first."""
     port: int
     host_public: bytes
     guest_secret: bytes = field(repr=False)
 
 
 def encode(token: Token) -> str:
-    """The token as one word."""
+    """The token as text."""
     if not 1 <= len(token.addresses) <= MAX_ADDRESSES:
         raise ConfigError(f"a token takes 1 to {MAX_ADDRESSES} addresses, not {len(token.addresses)}")
     if not 0 < token.port < 65536:
@@ -72,7 +72,7 @@ def decode(text: str) -> Token:
     version, payload = match.groups()
     if int(version) != PROTOCOL:
         raise TokenError(
-            f"this token is of protocol {int(version)}, this machine speaks {PROTOCOL}",
+            f"this token is of protocol {int(version)}, this machine uses {PROTOCOL}",
             hint="install the same version of potluck on both machines",
         )
     try:
@@ -80,7 +80,7 @@ def decode(text: str) -> Token:
         return _parse(body)
     except (ValueError, struct.error, IndexError):
         # No quoting and no cause: the text is most of a secret.
-        raise TokenError("this token is damaged: its checksum does not fit", hint=_AGAIN) from None
+        raise TokenError("this token is damaged: its checksum does not match", hint=_AGAIN) from None
 
 
 def _body_of(prefix: str, payload: str) -> bytes:
@@ -152,10 +152,10 @@ def is_this_machine(address: str) -> bool:
 def local_addresses(*, ipv6: bool = False) -> tuple[str, ...]:
     """This machine's addresses that another machine may reach, the one of the default route first.
 
-    IPv4, and where asked for, IPv6 behind them; not those of one link only, which need the name of an interface.
+    IPv4 addresses, followed by IPv6 if requested, without link-local ones, which need the name of an interface.
 
-    Addresses of containers' bridges only where there is nothing else, and loopback only where there is
-    not even that. Those of VPNs such as Tailscale's (100.64.0.0/10) count; self-assigned ones come last.
+    Addresses of containers' bridges are included only if there are no others, and loopback only if there are none
+    at all. Those of VPNs such as Tailscale's (100.64.0.0/10) count; self-assigned ones come last.
     """
     states = psutil.net_if_stats()
     outer: list[str] = []
@@ -184,7 +184,7 @@ def local_addresses(*, ipv6: bool = False) -> tuple[str, ...]:
 def cables_first(addresses: Sequence[str]) -> tuple[str, ...]:
     """The same addresses, those of Thunderbolt cables first: guests take the first that answers.
 
-    Self-assigned ones stay where they are: a cable that nobody gave an address may lead anywhere.
+    Self-assigned ones keep their place, because a cable without a configured address may lead anywhere.
     """
     cables = {
         entry.address
@@ -229,7 +229,8 @@ def _is_everywhere(address: str) -> bool:
 
 
 def _default_route_address() -> str | None:
-    """Where packets to the world would leave from. Connecting UDP only looks at routes; nothing is sent."""
+    """The source address of packets to the internet. Connecting a UDP socket only looks up the route; nothing is
+    sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

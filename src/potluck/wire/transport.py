@@ -1,8 +1,8 @@
 """The sockets between host and guests: owns ZeroMQ, its options and its threads.
 
-All methods but wake() belong to one thread at a time. Large frames are sent from the memory they lie in: do
-not change it after send() until the message has left (a fresh buffer for every message is the simple way).
-pyzmq frees such memory in a thread of its own, one for the whole process, which close() cannot end.
+All methods but wake() belong to one thread at a time. Large frames are sent without a copy: do not change their
+memory after send() until the message has been sent (a new buffer for every message is the simple way). pyzmq frees
+such memory in its own thread, one for the whole process, which close() cannot end.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import zmq
 
 from potluck.errors import ConfigError, NetworkError, RefusedError, WireError
 from potluck.limits import usable_memory
+from potluck.spec.messages import Channel
 from potluck.wire.admitted import Admitted
 from potluck.wire.door import (
     CURVE_OVERHEAD_BYTES,
@@ -44,47 +45,47 @@ from potluck.wire.token import Token
 from potluck.wire.waker import Waker
 
 Frame = bytes | memoryview
-Channel = Literal["control", "data"]
 
 MAX_MESSAGES_PER_CALL = 64
 ENOUGH_BYTES_PER_CALL = 4 * 1024 * 1024
-"""What one receive() returns at most, or a message more: so that the caller gets to its timers, and so that the
-memory of large frames is used again while it is still in the cache."""
+"""About the most bytes that one receive() returns, so that the caller can serve its timers, and the memory of large
+frames is reused while it is in the cache."""
 
 IO_THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
-"""One encrypts some 550 MB a second; connections are spread over them."""
+"""Number of I/O threads. One encrypts about 550 MB a second; connections are spread over them."""
 QUEUE_MESSAGES = 1024
-"""Messages queued for one peer before send() says False; the sender's own credit ends long before."""
+"""Messages queued for one peer before send() returns False. The sender's credit ends long before that."""
 UNREAD_MESSAGES = 64
-"""Messages of one peer kept before they are read; then its connection stops taking more."""
+"""Unread messages kept for one peer. Then its connection stops reading."""
 
 MOST_UNREAD_BYTES = 2 * MAX_PARTS * PART_BYTES
-"""What a connection may bring without a message's end: the longest message, and what the system keeps besides."""
+"""The most bytes of an unfinished message on a connection: the longest message, and the system's buffers."""
 LOOK_S = 0.5
-"""Between two looks at how much each connection has brought."""
+"""Time between two checks of how much each connection has received."""
 
 _GREETING_S = 1.0
 _KNOCK = b""
-"""What a guest says first on each connection, so that the host knows which of them are guests'."""
+"""A guest's first message on each connection, by which the host recognises guests' connections."""
 
 _NEVER_MS = 24 * 3600 * 1000
-"""As reconnect interval. -1, "do not reconnect", would throw away what came before the disconnect unread."""
+"""The reconnect interval. -1 ("do not reconnect") would discard unread messages from before the disconnect."""
 
 
 class HungUpError(RefusedError):
-    """The host hung up in the handshake: it is not the token's, or strangers crowd its door at this moment."""
+    """The host closed the connection during the handshake: it is not the token's host, or too many strangers
+    connect at the moment."""
 
 
 class HostSocket:
-    """Where guests connect: encrypted, open to holders of the guests' key only.
+    """The socket to which guests connect: encrypted, and open only to holders of the guests' key.
 
-    A peer is one connection; its name is chosen by the guest, at random for each connection, and a
-    second connection of the same name is ignored (no handover: nobody can take over another's name).
+    A peer is one connection; its name is chosen by the guest, at random for each connection, and a second
+    connection of the same name is ignored (so nobody can take over another's name).
     """
 
     port: int
     warning: str | None
-    """What the person at this machine should know, if anything."""
+    """A warning for the person at this machine, if any."""
 
     def __init__(
         self, *, bind: str, port: int, keys: HostKeys, on_denied: Callable[[str], None] | None = None
@@ -115,9 +116,9 @@ class HostSocket:
         self._poller = self._station.poller(self._socket, self._door.zap)
 
     def receive(self, timeout_s: float) -> list[tuple[bytes, list[memoryview]]]:
-        """What has arrived, as (peer, frames); waits up to `timeout_s` for the first, or for wake().
+        """The arrived messages, as (peer, frames). Waits up to `timeout_s` for the first, or for wake().
 
-        Newcomers are let in from here, so a host must call this often.
+        This also admits new connections, so a host must call it often.
         """
         deadline = time.monotonic() + timeout_s
         with self._station.one_thread:
@@ -132,7 +133,7 @@ class HostSocket:
                     return messages
 
     def _says(self, peer: memoryview, parts: list[memoryview]) -> bool:
-        """Whether this is more than a knock; either shows that the connection is a guest's."""
+        """Whether this is more than the greeting. Either shows that the connection is a guest's."""
         knock = len(parts) == 1 and parts[0] == _KNOCK
         frame = parts[-1].obj if parts else None
         if isinstance(frame, zmq.Frame):
@@ -141,7 +142,7 @@ class HostSocket:
         return not knock
 
     def _look(self) -> None:
-        """Now and then, when nothing is left to read: is a peer in the middle of a message that never ends?"""
+        """Check occasionally, when nothing is left to read, for peers in the middle of an endless message."""
         now = time.monotonic()
         if now - self._looked > LOOK_S and not self._socket.poll(0):
             self._looked = now
@@ -150,7 +151,7 @@ class HostSocket:
 
     @staticmethod
     def address_of(frames: Sequence[Frame]) -> str:
-        """The address that frames from receive() came from, as the connection has it."""
+        """The remote address of frames from receive()."""
         for frame in frames:
             if isinstance(frame, memoryview) and isinstance(frame.obj, zmq.Frame):
                 with contextlib.suppress(zmq.ZMQError):
@@ -158,7 +159,7 @@ class HostSocket:
         return "unknown"
 
     def send(self, peer: bytes, frames: Iterable[Frame]) -> bool:
-        """Queue a message for a peer; never waits. False: the peer is gone or its queue is full."""
+        """Queue a message for a peer; never waits. Returns False if the peer is gone or its queue is full."""
         message = [peer, *frames]
         sizes = [memoryview(frame).nbytes for frame in message]
         with self._station.one_thread:
@@ -174,26 +175,21 @@ class HostSocket:
             return True
 
     def overfull(self) -> list[tuple[bytes, int]]:
-        """Peers that had to be hung up on because too much waited, and how many bytes did.
+        """Peers that had to be disconnected because too much was queued, with their queued bytes.
 
-        Of those that do not read, the ones that have not for the longest time.
+        Of the peers that do not read, these have not read for the longest time.
         """
         stuck = self._queued.stuck(time.monotonic())
         for peer, _ in stuck:
             self._door.watch.hang_up(peer)
         return stuck
 
-    @property
-    def queued_bytes(self) -> int:
-        """What waits for all peers together, as far as that was looked at."""
-        return self._queued.total_bytes
-
     def wake(self) -> None:
-        """Make the receive() under way, or the next one, return at once; from any thread."""
+        """Make the current or next receive() return immediately. Callable from any thread."""
         self._station.waker.wake()
 
     def close(self, *, linger_s: float = 0.5) -> None:
-        """Free the port; what is queued for guests gets `linger_s` to leave. Call it twice if you like."""
+        """Free the port. Queued messages get `linger_s` to be sent. A second call does nothing."""
         with self._station.one_thread:
             self._station.close({self._socket: linger_s})
 
@@ -201,8 +197,8 @@ class HostSocket:
 class GuestSocket:
     """A guest's two connections to its host: control for small messages, data for tensors.
 
-    It lives as long as its connections: one that broke is not made again under the same name, because
-    messages were lost with it. `connected` tells; then use a new GuestSocket.
+    It lives as long as its connections. A broken connection is not made again, because messages were lost with it:
+    check `connected`, and then use a new GuestSocket.
     """
 
     guest_id: bytes
@@ -216,8 +212,8 @@ class GuestSocket:
         self._began = time.monotonic()
         self._station = _Station(self)
         try:
-            self._control = _Link(self._station.socket, "control", token, self.guest_id, self._number)
-            self._data = _Link(self._station.socket, "data", token, self.guest_id, self._number)
+            self._control = _ConnectionState(self._station.socket, "control", token, self.guest_id, self._number)
+            self._data = _ConnectionState(self._station.socket, "data", token, self.guest_id, self._number)
         except BaseException:
             self._station.close()
             raise
@@ -228,14 +224,14 @@ class GuestSocket:
 
     @property
     def connected(self) -> bool:
-        """False once a connection has failed or ended, as far as receive() or handshake() have seen."""
+        """False after receive() or handshake() has detected that a connection failed or ended."""
         return not any(link.ended for link in self._links)
 
     def handshake(self, timeout_s: float = HANDSHAKE_S) -> None:
-        """Wait until the host has let both connections in.
+        """Wait until the host has admitted both connections.
 
-        RefusedError: it is a host and does not accept this token (HungUpError: or its door was crowded just now).
-        NetworkError: it is no host, or silent.
+        Raises RefusedError: it is a host that does not accept this token (HungUpError: or too many strangers
+        connected to it). NetworkError: it is no host, or it is silent.
         """
         deadline = time.monotonic() + timeout_s
         events = zmq.Poller()
@@ -255,7 +251,7 @@ class GuestSocket:
             self._explain()
 
     def receive(self, timeout_s: float) -> list[tuple[Channel, list[memoryview]]]:
-        """What has arrived, control first; waits up to `timeout_s` for something, wake() or the end."""
+        """The arrived messages, control first. Waits up to `timeout_s` for a message, wake() or the end."""
         deadline = time.monotonic() + timeout_s
         with self._station.one_thread:
             while True:
@@ -273,32 +269,33 @@ class GuestSocket:
                     return messages
 
     def send_control(self, frames: Iterable[Frame]) -> bool:
-        """Queue a small message; never waits. False: the connection is gone or its queue is full."""
+        """Queue a small message; never waits. Returns False if the connection is gone or its queue is full."""
         return self._send(self._control, frames)
 
     def send_data(self, frames: Iterable[Frame]) -> bool:
-        """Queue a message with tensors; never waits. False: the connection is gone or its queue is full."""
+        """Queue a message with tensors; never waits. Returns False if the connection is gone or its queue is
+        full."""
         return self._send(self._data, frames)
 
     def wake(self) -> None:
-        """Make the receive() under way, or the next one, return at once; from any thread."""
+        """Make the current or next receive() return immediately. Callable from any thread."""
         self._station.waker.wake()
 
     def close(self, *, linger_s: float = 0.5) -> None:
-        """End the connections; what is queued gets `linger_s` to leave."""
+        """End the connections. Queued messages get `linger_s` to be sent."""
         with self._station.one_thread:
             # What is queued for a connection that ended would only be waited for.
             self._station.close({link.socket: 0.0 if link.ended else linger_s for link in self._links})
 
-    def _send(self, link: _Link, frames: Iterable[Frame]) -> bool:
+    def _send(self, link: _ConnectionState, frames: Iterable[Frame]) -> bool:
         with self._station.one_thread:
             return self.connected and _send(link.socket, cut(list(frames)))
 
     def _explain(self) -> NoReturn:
-        """Raise what a handshake that did not succeed means.
+        """Raise the error for a failed handshake.
 
-        A host that was given another host's key, and a web server, both just hang up: only the greeting of
-        what listens there tells them apart. The host hangs up at once; a busy one after the handshake's time.
+        A host with another key and a web server both just close the connection; only their greetings distinguish
+        them. The host closes it immediately, or if it is busy, after the handshake's time limit.
         """
         after_s = time.monotonic() - self._began
         where = f"{self.address} port {self._port}"
@@ -308,10 +305,11 @@ class GuestSocket:
         answer = who_answers(self._number, self._port, timeout_s=_GREETING_S)
         turned_away = any(link.failure is not None for link in self._links)
         if answer is PortAnswer.CURVE and turned_away and after_s < HANDSHAKE_S / 2:
-            raise HungUpError(f"the host at {where} is not the one of this token", hint=fresh)
+            raise HungUpError(f"the host at {where} is not the host of this token", hint=fresh)
         if answer is PortAnswer.SILENT and turned_away:
             raise HungUpError(
-                f"there is no potluck host at {where}, or unknown peers crowd its port: it closed the connection",
+                f"there is no potluck host at {where}, or too many unknown peers connect to its port: it closed "
+                "the connection",
                 hint="is it the right machine? If so, try again in a moment; its log names strangers",
             )
         if answer is PortAnswer.CURVE:
@@ -330,8 +328,8 @@ class GuestSocket:
         )
 
 
-class _Link:
-    """One of a guest's connections and what became of it."""
+class _ConnectionState:
+    """One of a guest's connections and its state."""
 
     def __init__(
         self,
@@ -361,7 +359,7 @@ class _Link:
         self.socket.connect(f"tcp://{number}:{token.port}")
 
     def watch(self) -> None:
-        """Take note of what the monitor saw; never waits."""
+        """Process the monitor's events; never waits."""
         for event, _ in self.monitor.drain():
             if event == SUCCEEDED:
                 self.open = True
@@ -374,8 +372,8 @@ class _Link:
 class _Station:
     """A private zmq context with its sockets and its waker, which end together.
 
-    They end with their owner even if nobody closes it: an owner in an exception's traceback would else be
-    collected in an order in which pyzmq waits forever for a socket that nobody can close any more.
+    They end with their owner even if it is not closed. Otherwise an owner in an exception's traceback could be
+    collected in an order in which pyzmq waits forever for a socket that nothing can close any more.
     """
 
     def __init__(self, owner: object) -> None:
@@ -394,7 +392,7 @@ class _Station:
         return made
 
     def poller(self, *sockets: zmq.Socket[bytes]) -> zmq.Poller:
-        """For these sockets and the waker."""
+        """A poller for these sockets and the waker."""
         poller = zmq.Poller()
         poller.register(self.waker.inner.fileno(), zmq.POLLIN)
         for member in sockets:
@@ -402,7 +400,7 @@ class _Station:
         return poller
 
     def close(self, lingers_s: Mapping[zmq.Socket[bytes], float] | None = None) -> None:
-        """End everything; a socket among `lingers_s` gets that long for what is queued."""
+        """End everything. A socket in `lingers_s` gets that long to send its queue."""
         if self._context.closed:
             return
         self.before_closing()
@@ -413,7 +411,7 @@ class _Station:
 
 
 class _OneThread:
-    """Turns the use of zmq sockets by two threads at once, which would abort Python, into an exception."""
+    """Raises an exception if two threads use zmq sockets at the same time, which would otherwise abort Python."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -444,7 +442,7 @@ def _milliseconds(deadline: float) -> int:
 
 
 def _receive(source: zmq.Socket[bytes], limit: int, most_parts: int) -> list[list[memoryview]]:
-    """Up to `limit` messages that are there. What a message has above the allowed parts is not kept."""
+    """Up to `limit` arrived messages. Parts of a message above the limit are dropped."""
     messages: list[list[memoryview]] = []
     size_bytes = 0
     while len(messages) < limit and size_bytes < ENOUGH_BYTES_PER_CALL:

@@ -1,8 +1,8 @@
-"""Batches on the wire: owns how a nested dict, list or tuple with tensors becomes JSON and raw frames.
+"""Encodes batches: owns how a nested dict, list or tuple with tensors becomes JSON and raw frames.
 
-Nothing here runs code that came with the bytes (no pickle).
+No code in the bytes is ever run (no pickle).
 
-The spec says scalars as JSON says them and everything else as a tagged list:
+The spec has scalars as in JSON, and everything else as a tagged list:
 
     ["l", item...]   ["t", item...]   ["d", [key, value]...]   ["f", "nan" | "inf" | "-inf"]
     ["x", dtype, shape]   a tensor: its bytes (C order, little-endian) are the next ones of the frames
@@ -26,7 +26,7 @@ from potluck.errors import LoopError, WireError
 from potluck.wire.frames import MAX_DEPTH, MAX_FRAME_BYTES, MAX_FRAMES, dump_json, load_json
 
 MAX_TREE_BYTES = MAX_FRAMES * MAX_FRAME_BYTES // 2
-"""Default cap: half of what one message can carry, so that there is room for frames of other things."""
+"""Default limit: half of one message, so that there is room for other frames."""
 
 _INLINE_SPEC_BYTES = 8 * 1024
 _MAX_SPEC_BYTES = MAX_FRAME_BYTES
@@ -53,12 +53,12 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 def pack_tree(tree: Any, *, max_bytes: int = MAX_TREE_BYTES) -> tuple[Any, list[memoryview]]:
     """The spec of a batch and its bytes.
 
-    Frames may be views of the tensors' own memory: do not change those tensors until the frames are sent.
-    LoopError names the place in the batch of what cannot travel. Named tuples travel as plain tuples, mappings as
+    Frames may be views of the tensors' own memory: do not change those tensors until the frames are sent. LoopError
+    names the place in the batch of a value that cannot be sent. Named tuples are sent as plain tuples, mappings as
     dicts.
     """
     if sys.byteorder != "little":
-        raise LoopError("batches travel between little-endian machines only, and this one is not")
+        raise LoopError("batches can be sent only between little-endian machines, and this one is not")
     tensors: list[torch.Tensor] = []
     spec = _spec_of(tree, "batch", 0, tensors)
     total = sum(tensor.nbytes for tensor in tensors)
@@ -77,11 +77,11 @@ def pack_tree(tree: Any, *, max_bytes: int = MAX_TREE_BYTES) -> tuple[Any, list[
 
 
 def unpack_tree(spec: Any, frames: Sequence[bytes | memoryview], *, max_bytes: int = MAX_TREE_BYTES) -> Any:
-    """The batch of a spec and its bytes, tensors on the CPU with memory of their own.
+    """The batch of a spec and its bytes. Its tensors are on the CPU, with their own memory.
 
-    WireError for anything wrong. A tensor is allocated only after its bytes are known to have arrived.
+    Raises WireError for anything invalid. A tensor is allocated only after its bytes have arrived.
     """
-    stream = _Stream(frames)
+    stream = _ByteStream(frames)
     if stream.left > max_bytes:
         raise WireError(f"a batch of {stream.left} bytes, at most {max_bytes} are taken")
     if isinstance(spec, list) and len(spec) == 2 and spec[0] == "@":
@@ -104,7 +104,7 @@ def split_frames(view: memoryview, max_frame_bytes: int = MAX_FRAME_BYTES) -> li
 
 
 def _joined(views: Iterable[memoryview]) -> list[memoryview]:
-    """The same stream in as few frames as possible: many small tensors would be more frames than allowed."""
+    """The same stream in as few frames as possible, because many small tensors would exceed the limit of frames."""
     return split_frames(memoryview(b"".join(views)))
 
 
@@ -187,8 +187,8 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return view.cast("B")
 
 
-class _Stream:
-    """All frames as one run of bytes, read from front to back."""
+class _ByteStream:
+    """All frames as one sequence of bytes, read from the beginning."""
 
     def __init__(self, frames: Sequence[bytes | memoryview]) -> None:
         try:
@@ -199,7 +199,7 @@ class _Stream:
         self.left = sum(view.nbytes for view in self._views)
 
     def read_into(self, target: memoryview) -> None:
-        """Fill `target`; the caller has seen that as much is left."""
+        """Fill `target`. The caller has checked that enough bytes are left."""
         filled = 0
         while filled < target.nbytes:
             view = self._views.pop()
@@ -211,7 +211,7 @@ class _Stream:
         self.left -= filled
 
 
-def _tree_of(spec: Any, stream: _Stream, depth: int) -> Any:
+def _tree_of(spec: Any, stream: _ByteStream, depth: int) -> Any:
     if spec is None or isinstance(spec, (bool, int, float, str)):
         return spec
     if not isinstance(spec, list) or not spec or depth > MAX_DEPTH:
@@ -230,13 +230,13 @@ def _tree_of(spec: Any, stream: _Stream, depth: int) -> Any:
     raise WireError("the description of a batch has an unknown part")
 
 
-def _pair_of(pair: Any, stream: _Stream, depth: int) -> tuple[Any, Any]:
+def _pair_of(pair: Any, stream: _ByteStream, depth: int) -> tuple[Any, Any]:
     if not isinstance(pair, list) or len(pair) != 2 or isinstance(pair[0], (list, dict)):
         raise WireError("the description of a batch has a malformed pair")
     return pair[0], _tree_of(pair[1], stream, depth)
 
 
-def _tensor_of(name: Any, shape: Any, stream: _Stream) -> torch.Tensor:
+def _tensor_of(name: Any, shape: Any, stream: _ByteStream) -> torch.Tensor:
     dtype = _DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise WireError("a tensor of an unknown dtype", hint="is torch on both machines of the same version?")
@@ -244,7 +244,7 @@ def _tensor_of(name: Any, shape: Any, stream: _Stream) -> torch.Tensor:
         raise WireError("a tensor whose shape is not a list of sizes")
     # Zero-sized dimensions must not hide absurd ones: torch multiplies the others for the strides.
     if math.prod(max(size, 1) for size in shape) > _MAX_ELEMENTS:
-        raise WireError("a tensor of an absurd shape")
+        raise WireError("a tensor of an impossible shape")
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes > stream.left:
         raise WireError(f"a tensor of {size_bytes} bytes where {stream.left} bytes are left")

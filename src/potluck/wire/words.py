@@ -1,6 +1,6 @@
 """The words of the codes that guests type: 512, each at most 7 letters and two changes away from every other one.
 
-So a slip of one letter is found on the guest, before it costs a try.
+So the guest detects one wrong letter before it costs a try.
 """
 
 _TEXT = """

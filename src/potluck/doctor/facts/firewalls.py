@@ -1,6 +1,6 @@
 """Reads this machine's firewalls from the output of their own commands.
 
-What this user lacks the rights to read is left out.
+It leaves out what this user may not read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PORTS = r"(?:\{\s*([^}]*)\}|(\d[\d\-:]*))"
 
 
 def firewalls(system: System) -> tuple[Firewall, ...]:
-    """The firewall that decides; where a manager (ufw, firewalld) writes the rules, its word counts, not theirs."""
+    """The firewall that decides. If a manager (ufw, firewalld) writes the rules, its settings count."""
     if system.platform == "darwin":
         candidates = [macos(system)]
     elif system.platform == "win32":
@@ -29,7 +29,7 @@ def firewalls(system: System) -> tuple[Firewall, ...]:
 
 
 def ufw(system: System) -> Firewall | None:
-    """None where it is not installed or not on."""
+    """None if it is not installed or not active."""
     said = system.run("ufw", "status", "verbose", timeout_s=COMMAND_S)
     if said is not None and said.status == 0:
         if "Status: active" not in said.out:
@@ -62,7 +62,7 @@ def firewalld(system: System) -> Firewall | None:
 
 
 def nftables(system: System) -> Firewall | None:
-    """From `nft list ruleset`: the chains at input and output. None where there are none, or no rights."""
+    """From `nft list ruleset`: the chains at input and output. None without chains or without rights."""
     said = system.run("nft", "list", "ruleset", timeout_s=COMMAND_S)
     if said is None or said.status != 0:
         return None
@@ -93,7 +93,7 @@ def _chains(ruleset: str, hook: str) -> list[tuple[str, str]]:
 
 
 def _closed(body: str) -> bool:
-    """Whether what no rule allows is dropped."""
+    """Whether packets that no rule allows are dropped."""
     rules = [line.strip() for line in body.splitlines()]
     return "policy drop" in body or any(re.match(r"(counter .*)?(drop|reject)\b", rule) for rule in rules)
 
@@ -112,7 +112,7 @@ def _nft_ports(body: str, verdict: str) -> list[str]:
 
 
 def iptables(system: System) -> Firewall | None:
-    """From `iptables -S INPUT`. None where it has no rules, or without rights."""
+    """From `iptables -S INPUT`. None without rules or without rights."""
     said = system.run("iptables", "-S", "INPUT", timeout_s=COMMAND_S)
     if said is None or said.status != 0 or not said.out.strip():
         return None

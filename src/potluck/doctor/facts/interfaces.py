@@ -67,7 +67,7 @@ def kind_of(system: System, name: str, addresses: tuple[str, ...], ports: Mappin
 
 
 def hardware_ports(system: System) -> dict[str, str]:
-    """macOS: what each device is, from `networksetup -listallhardwareports`."""
+    """macOS: the kind of each device, from `networksetup -listallhardwareports`."""
     said = system.run("networksetup", "-listallhardwareports")
     found: dict[str, str] = {}
     port = ""
@@ -85,7 +85,7 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def route_to(system: System, address: str) -> Route | None:
-    """The route to an address. Connecting UDP only looks at routes; nothing is sent."""
+    """The route to an address. Connecting a UDP socket only looks up the route; nothing is sent."""
     with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
@@ -99,7 +99,7 @@ def route_to(system: System, address: str) -> Route | None:
 
 
 def neighbour(system: System, address: str) -> str | None:
-    """What is known of an address on this machine's own network: reachable, failed, or None."""
+    """The state of an address on this machine's own network: reachable, failed, or None."""
     if system.platform == "darwin":
         said = system.run("arp", "-n", address)
         if said is None or "no entry" in said.out + said.err:

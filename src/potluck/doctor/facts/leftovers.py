@@ -1,9 +1,8 @@
-"""Finds what earlier runs left on this machine: orphaned processes and checkpoints. Ends and removes nothing."""
+"""Finds leftovers of earlier runs on this machine: orphaned processes and checkpoints. Ends and removes nothing."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import time
 from collections.abc import Sequence
@@ -18,7 +17,8 @@ MOST_BYTES_READ = 10**9
 """Checkpoints larger than this are compared by the sizes of their files only."""
 _MOST_CHECKPOINTS = 2
 _VERBS = {"train", "host", "join"}
-_PROGRAMS = {"potluck", "potluck.exe", "potluck.cli._warm"}
+_PROGRAM = re.compile(r"potluck(\.exe|\.\w+\.\w+)?")
+"""The command, or one of its modules (python -m), such as that which waits for a sweep's next trial."""
 _LAUNCHERS = re.compile(r"torchrun|torch\.distributed\.(run|launch)|torch/distributed/(run|launch)")
 _INIT = 1
 
@@ -54,14 +54,14 @@ def orphan_of(pid: int, parent: int, command: Sequence[str], created: float) -> 
 
 def potluck_verb(command: Sequence[str]) -> str | None:
     for before, word in itertools.pairwise(command):
-        if word in _VERBS and Path(before).name in _PROGRAMS:
+        if word in _VERBS and _PROGRAM.fullmatch(Path(before).name):
             return word
     return None
 
 
 def checkpoints(run: Path) -> tuple[Checkpoint, ...]:
-    """The newest checkpoints of a run folder, and whether they are whole."""
-    from potluck.train.checkpoint_folder import DamagedError, newest_first, verified
+    """The newest checkpoints of a run folder, and whether they are intact."""
+    from potluck.train.checkpoint_folder import DamagedError, FolderManifest, newest_first, verified
 
     try:
         folders = newest_first(run / "checkpoints")[:_MOST_CHECKPOINTS]
@@ -73,7 +73,7 @@ def checkpoints(run: Path) -> tuple[Checkpoint, ...]:
             if _size(folder) > MOST_BYTES_READ:
                 _compare_sizes(folder)
             else:
-                verified(folder)
+                verified(folder, FolderManifest)
             found.append(Checkpoint(path=str(folder), whole=True))
         except (DamagedError, OSError, ValueError, LookupError, TypeError) as error:
             found.append(Checkpoint(path=str(folder), whole=False, why=str(error)))
@@ -85,8 +85,9 @@ def _size(folder: Path) -> int:
 
 
 def _compare_sizes(folder: Path) -> None:
-    manifest = json.loads((folder / "manifest.json").read_bytes())
-    for name, expected in manifest["files"].items():
+    from potluck.train.checkpoint_folder import DamagedError, read_manifest
+
+    for name, expected in read_manifest(folder).files.items():
         size = (folder / name).stat().st_size
-        if size != expected["bytes"]:
-            raise ValueError(f"{name} has {size:,} bytes instead of {expected['bytes']:,}")
+        if size != expected.bytes:
+            raise DamagedError(f"{name} has {size:,} bytes instead of {expected.bytes:,}")

@@ -31,7 +31,7 @@ def hosts_lines(text: str) -> tuple[HostsLine, ...]:
 
 
 def lookups(name: str, address: str | None, deadline_s: float = LOOKUP_S) -> tuple[Lookup, ...]:
-    """The machine's own name and the name of its own address, both at once: what torchrun asks."""
+    """The machine's own name and the name of its own address, looked up in parallel, as torchrun does."""
     asked: list[tuple[str, Callable[[], tuple[str, ...]]]] = [(name, lambda: addresses_of(name))]
     if address is not None:
         asked.append((address, lambda: (socket.getnameinfo((address, 0), 0)[0],)))

@@ -20,7 +20,7 @@ _PATH_END = ":/usr/local/sbin:/usr/sbin:/sbin:/usr/libexec/ApplicationFirewall"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """What a command answered."""
+    """The result of a command."""
 
     status: int
     out: str
@@ -29,14 +29,14 @@ class Said:
 
 @dataclass(slots=True, kw_only=True)
 class System:
-    """This machine. `root` is where its files are looked for."""
+    """This machine. `root` is the folder in which its files are read."""
 
     platform: str = sys.platform
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def read(self, path: str) -> str | None:
-        """A file's text, or None where it cannot be read."""
+        """A file's text, or None if it cannot be read."""
         try:
             with open(self.root / path.lstrip("/"), encoding="utf-8", errors="replace") as file:
                 return file.read(_MOST_TEXT)
@@ -47,7 +47,7 @@ class System:
         return (self.root / path.lstrip("/")).exists()
 
     def run(self, *command: str, timeout_s: float = COMMAND_S) -> Said | None:
-        """What a command says; None where it is missing or does not end in time."""
+        """A command's output; None if it is missing or does not end in time."""
         # A user's PATH often lacks the folders of ip, nft and ufw.
         environ = {**self.environ, "PATH": self.environ.get("PATH", os.defpath) + _PATH_END, "LC_ALL": "C"}
         program = shutil.which(command[0], path=environ["PATH"])

@@ -1,6 +1,6 @@
 """Owns the list of recipes: named trainings that need no script.
 
-It knows what a recipe offers, not how one works, and imports torch only when a recipe is asked for.
+Imports torch only when a recipe is requested.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMES = ("gpt", "cnn")
 
 
 class RecipeConfig(Protocol):
-    """What every recipe's frozen Config has beside its own fields. All fields are JSON scalars or None."""
+    """The fields that every recipe's frozen Config has besides its own. All fields are JSON scalars or None."""
 
     @property
     def steps(self) -> int:
@@ -43,7 +43,7 @@ class RecipeConfig(Protocol):
 
     @property
     def data(self) -> str | None:
-        """Where the samples come from; None: they need no file."""
+        """Path of the samples; None: they need no file."""
 
 
 class Recipe(Protocol):
@@ -51,7 +51,7 @@ class Recipe(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called on the command line."""
+        """The recipe's name on the command line."""
 
     @property
     def Config(self) -> type[Any]:
@@ -61,13 +61,13 @@ class Recipe(Protocol):
         """The initial model on the CPU: the same for the same config on every machine, without any data."""
 
     def compile(self, model: nn.Module, config: Any, device: torch.device, *, guest: bool) -> None:
-        """Have a model that is on its device compiled, where that pays."""
+        """Compile a model that is on its device, if that is worth it."""
 
     def optimizer(self, model: nn.Module, config: Any) -> torch.optim.Optimizer:
         """An optimizer over the model's trained parameters."""
 
     def scheduler(self, optimizer: torch.optim.Optimizer, config: Any) -> LRScheduler | None:
-        """What sets the learning rate, called once after every step."""
+        """The learning-rate scheduler, stepped once after every step."""
 
     def dataset(self, config: Any) -> Dataset[Any]:
         """The samples, map-style, with `__getitems__` (a list of samples). Only the host calls it."""
@@ -76,13 +76,13 @@ class Recipe(Protocol):
         """The mean over the samples of a batch (samples stacked, on the model's device)."""
 
     def tokens_per_sample(self, config: Any) -> int | None:
-        """How many tokens a sample is; None where that is no measure."""
+        """Tokens per sample; None if that is no useful measure."""
 
     def validation(self, model: nn.Module, config: Any, device: torch.device) -> float | None:
         """How good the model is on samples it was not trained on. Only the host calls it."""
 
     def finish(self, model: nn.Module, config: Any, device: torch.device) -> str:
-        """What to show at the end, in words. Only the host calls it."""
+        """Text to show at the end. Only the host calls it."""
 
 
 def get(name: str) -> Recipe:

@@ -1,6 +1,6 @@
 """Owns the recipe `cnn`: a small convolutional net that learns to read digits.
 
-It knows nothing of hosts, guests or runs: it says what is trained, on what, and how the result is shown.
+Defines the model, its data, and how the result is shown.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
-from potluck.checked import Natural, Positive
+from potluck.bounds import LARGEST, Amount, Long, Positive, Seed
 from potluck.errors import ConfigError
 from potluck.train.recipes import idx
 from potluck.train.recipes.modes import Precision, evaluating, fused, precision
@@ -35,7 +35,7 @@ _HELD_OUT_EVERY = 6
 class CnnConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the recipe `cnn`."""
 
-    width: Annotated[int, Meta(ge=4)] = 32
+    width: Annotated[int, Meta(ge=4, le=LARGEST)] = 32
     """Channels after the first convolution, a multiple of 4; the later ones have twice as many."""
 
     global_batch: Positive = 64
@@ -47,23 +47,23 @@ class CnnConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lr: Annotated[float, Meta(gt=0, lt=1e9)] = 3e-3
     """Peak learning rate."""
 
-    weight_decay: Annotated[float, Meta(ge=0)] = 0.01
+    weight_decay: Amount = 0.01
     """Weight decay of AdamW."""
 
-    clip_norm: Annotated[float, Meta(ge=0)] = 1.0
+    clip_norm: Amount = 1.0
     """Largest norm of the gradient, which is scaled down to it; 0: no limit."""
 
     precision: Precision = "fp32"
     """Number format of convolutions and matrix products (autocast). Weights stay fp32."""
 
-    data: str | None = None
+    data: Long | None = None
     """A folder with MNIST's IDX files, plain or .gz; if not given, the 8x8 digits of scikit-learn."""
 
     enlarge: Annotated[int, Meta(ge=1, le=256)] = 1
-    """Every pixel becomes so many, in both directions, and is one again on the device: for measuring what large
-    samples cost. With 49 an image of 8x8 has 154 kB; the training is the same."""
+    """Repeat every pixel this many times in both directions, and undo that on the device, to measure the cost of
+    large samples. With 49 an image of 8x8 has 154 kB; the training is the same."""
 
-    seed: Natural = 1
+    seed: Seed = 1
     """Random seed for the weights and the sample order."""
 
     def __post_init__(self) -> None:
@@ -142,13 +142,13 @@ class CnnRecipe:
     Config = CnnConfig
 
     def model(self, config: CnnConfig) -> DigitNet:
-        """The initial net, on the CPU, the same for the same seed; the caller's chances are untouched."""
+        """The initial net, on the CPU, the same for the same seed. The caller's random generators do not change."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             return DigitNet(config.width)
 
     def compile(self, model: nn.Module, config: CnnConfig, device: torch.device, *, guest: bool) -> None:
-        """Too small a model for that."""
+        """Does nothing: the model is too small to gain from it."""
 
     def optimizer(self, model: nn.Module, config: CnnConfig) -> torch.optim.AdamW:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -156,7 +156,7 @@ class CnnRecipe:
         return torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay, fused=one_pass)
 
     def scheduler(self, optimizer: torch.optim.Optimizer, config: CnnConfig) -> LambdaLR:
-        """Up over a tenth of the run, then down to nearly nothing."""
+        """Rises over a tenth of the run, then falls to nearly zero."""
         return warmup_cosine(optimizer, steps=config.steps, warmup=config.steps // 10, floor=0.001)
 
     def dataset(self, config: CnnConfig) -> Digits:

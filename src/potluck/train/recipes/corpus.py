@@ -1,6 +1,6 @@
-"""Owns text as one long row of bytes: this machine's Python sources, or a person's own files, never copied.
+"""Owns text as one long sequence of bytes: this machine's Python sources or the user's files, without a copy.
 
-It knows nothing of models: it cuts windows of bytes and keeps a tail for validation.
+It cuts windows of bytes and keeps the end for validation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SNIFFED_BYTES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Texts laid end to end: a position is a byte's place in the whole, whichever text it is in."""
+    """Concatenated texts: a position is a byte's place in the whole."""
 
     parts: tuple[bytes | Path, ...]
     """Text in memory, or a file that is mapped when it is read."""

@@ -1,6 +1,6 @@
 """Owns MNIST's IDX files, plain or gzipped: finding, checking and reading them.
 
-It knows nothing of torch or of training: it returns numpy arrays.
+It returns numpy arrays.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def read_mnist(folder: Path) -> tuple[Labelled, Labelled | None]:
 
 
 def read(file: Path, *, dimensions: int) -> np.ndarray:
-    """One IDX file of unsigned bytes with so many dimensions."""
+    """One IDX file of unsigned bytes with this many dimensions."""
     try:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"cannot read {file}: {error}", hint="fetch the file again") from error
+        raise DataError(f"cannot read {file}: {error}", hint="download the file again") from error
     header_bytes = 4 + 4 * dimensions
     magic = struct.pack(">HBB", 0, _UNSIGNED_BYTES, dimensions)
     if raw[:4] != magic or len(raw) < header_bytes:
         raise DataError(
-            f"{file} is no IDX file of bytes in {dimensions} dimensions:"
+            f"{file} is not an IDX file of bytes in {dimensions} dimensions:"
             f" it starts with {raw[:4].hex(' ') or 'nothing'}, expected {magic.hex(' ')}",
             hint="is it another file, or compressed without .gz in its name?",
         )
@@ -55,7 +55,7 @@ def read(file: Path, *, dimensions: int) -> np.ndarray:
     if len(raw) - header_bytes != math.prod(shape):
         raise DataError(
             f"{file} is damaged: {len(raw) - header_bytes:,} bytes for {' x '.join(map(str, shape))}",
-            hint="fetch the file again",
+            hint="download the file again",
         )
     return np.frombuffer(raw, dtype=np.uint8, offset=header_bytes).reshape(shape)
 
@@ -80,7 +80,7 @@ def _read_pair(folder: Path, prefix: str) -> Labelled | None:
 
 
 def _find(folder: Path, stem: str, kind: str) -> Path | None:
-    """The file in the folder itself or where torchvision puts it, in the spellings that are about."""
+    """The file in the folder itself or where torchvision puts it, in the usual spellings."""
     for place in (folder, folder / "raw", folder / "MNIST" / "raw"):
         for separator in "-.":
             for ending in ("", ".gz"):

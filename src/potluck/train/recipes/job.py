@@ -1,4 +1,4 @@
-"""Trains a recipe through the same public loop that users write; owns nothing but that loop.
+"""Trains a recipe with the same public loop that users write.
 
 It runs unchanged alone, as host and as guest.
 """

@@ -1,4 +1,4 @@
-"""Owns the modes a recipe computes in: number formats, and evaluation without gradients.
+"""Owns a recipe's modes of computing: number formats, and evaluation without gradients.
 
 It knows torch alone, no recipe.
 """
@@ -17,7 +17,7 @@ Compile = Literal["auto", "yes", "no"]
 
 
 def precision(device: torch.device, chosen: Precision) -> contextlib.AbstractContextManager[object]:
-    """Matrix products in the chosen format within this context; weights stay what they are.
+    """Inside this context, matrix products use the chosen format; weights keep theirs.
 
     "auto": bf16 where the device has matrix units for it (CUDA), fp32 elsewhere.
     """
@@ -62,13 +62,14 @@ def any_size(model: nn.Module, *batch: Tensor) -> Iterator[None]:
 
 
 def fused(parameters: Iterable[Tensor]) -> bool:
-    """Whether an optimizer over these should do its update in one pass."""
+    """Whether an optimizer over these parameters should be fused."""
     return all(parameter.device.type == "cuda" for parameter in parameters)
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """No gradients and the model in evaluation mode within this context; afterwards each part as it was."""
+    """Inside this context, no gradients and the model in evaluation mode. Afterwards each module's mode is
+    restored."""
     training = [part for part in model.modules() if part.training]
     model.eval()
     try:

@@ -1,5 +1,5 @@
-"""The learning-rate schedule that recipes share. It knows no recipe; its only state is the number of steps made,
-so that a run resumed with more steps simply follows the longer curve."""
+"""The learning-rate schedule that recipes share. Its only state is the number of steps, so a run resumed with more
+steps follows the longer curve."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def warmup_cosine(optimizer: torch.optim.Optimizer, *, steps: int, warmup: int, floor: float = 0.1) -> LambdaLR:
-    """Up in a straight line over `warmup` steps, then down a cosine to `floor` at the last step."""
+    """Rises linearly over `warmup` steps, then falls as a cosine to `floor` at the last step."""
     warmup = min(warmup, steps // 5)
 
     def factor(step: int) -> float:
