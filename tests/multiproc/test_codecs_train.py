@@ -1,6 +1,6 @@
 """The default codecs cost nothing: int4 and thin both ways end where three seeds without a codec end.
 
-And where a model's gradient does not bear int4's rounding of the weights, auto finds out and sends them in fp16.
+And where a model's gradient does not tolerate int4's rounding of the weights, auto finds out and sends them in fp16.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support.processes import TestProcess
 JOB = Path(__file__).parents[1] / "support" / "three_seeds.py"
 SINES = Path(__file__).parents[1] / "support" / "sine_job.py"
 STEPS, BATCH = 40, 16
-DEVICE = ["--device", "paced:0.01", "--micro-batch", "4"]
+DEVICE = ["--device", "paced:0.03", "--micro-batch", "4"]
 
 
 def start(fleet: Fleet, codec: str, out: Path) -> list[TestProcess]:
@@ -38,7 +38,7 @@ def test_int4_and_thin_both_ways_end_within_the_spread_of_three_seeds(tmp_path: 
                 process.succeeds(deadline_s=150)
             fleet.assert_every_step_is_full(global_batch=BATCH, steps=STEPS)
             share = sum(e["samples"].get("ann", 0) for e in fleet.steps()) / (STEPS * BATCH)
-            assert share > 0.15, f"the guest computed only {share:.0%} with {codec}"
+            assert share > 0.1, f"the guest computed only {share:.0%} with {codec}"
             losses[codec] = json.loads(outs[codec].read_text())
             sent[codec] = sum(e["bytes_up"] for e in fleet.steps()[5:])
     spread = max(losses["none"]) - min(losses["none"])
