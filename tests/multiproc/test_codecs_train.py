@@ -1,6 +1,6 @@
 """The default codecs cost nothing: int4 and thin both ways end where three seeds without a codec end.
 
-And where a model's gradient does not tolerate int4's rounding of the weights, auto finds out and sends them in fp16.
+Where a model's gradient does not tolerate int4's rounding of the weights, auto sends them in fp16.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_int4_and_thin_both_ways_end_within_the_spread_of_three_seeds(tmp_path: 
                 process.succeeds(deadline_s=150)
             fleet.assert_every_step_is_full(global_batch=BATCH, steps=STEPS)
             share = sum(e["samples"].get("ann", 0) for e in fleet.steps()) / (STEPS * BATCH)
-            assert share > 0.1, f"the guest computed only {share:.0%} with {codec}"
+            assert share > 0.15, f"the guest computed only {share:.0%} with {codec}"
             losses[codec] = json.loads(outs[codec].read_text())
             sent[codec] = sum(e["bytes_up"] for e in fleet.steps()[5:])
     spread = max(losses["none"]) - min(losses["none"])
