@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -115,8 +116,10 @@ def test_a_script_whose_reader_goes_away_is_saved_and_stopped(tmp_path: Path) ->
     """`python train.py | head -3`"""
     (tmp_path / "train.py").write_text(SCRIPT.replace("wait_for=1", "wait_for=0"))
     words = shlex.join([sys.executable, "train.py", "runs", "never"])
+    hears = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # with nohup it would go on unread
     done = subprocess.run(
         ["bash", "-c", f"{words} | head -3; exit ${{PIPESTATUS[0]}}"],
+        preexec_fn=hears,
         cwd=tmp_path,
         capture_output=True,
         text=True,
