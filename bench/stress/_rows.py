@@ -189,7 +189,7 @@ ROWS = (
         least_minutes=0.5,
         short=(
             "test_strangers.py::test_a_guest_joins_past_connections_that_are_held",
-            "test_strangers.py::test_a_crowd_beyond_the_bound_is_turned_out_and_a_guest_stays",
+            "test_strangers.py::test_a_crowd_beyond_the_bound_is_closed_and_a_guest_stays",
         ),
     ),
     Row(

@@ -80,7 +80,7 @@ class Scene:
         (run,) = self.runs.iterdir()
         return run
 
-    def has_door(self) -> bool:
+    def has_manifest(self) -> bool:
         """Whether guests can be told the token."""
         return any(self.runs.glob("*/manifest.json"))
 

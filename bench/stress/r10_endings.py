@@ -139,7 +139,7 @@ def train_struck(folder: Path, kind: str, chance: random.Random, env: dict[str, 
 def guest_struck(folder: Path, kind: str, chance: random.Random, env: dict[str, str]) -> list[psutil.Process]:
     with Scene(folder) as scene:
         host = scene.host()
-        host.until(scene.has_door, "door")
+        host.until(scene.has_manifest, "run")
         words = ["join", "--token-file", scene.run / "token", "--name", "ann", "--threads", 1]
         words += ["--device", "paced:0.001", "--micro-batch", 4, "--give-up", 1]
         guest = Terminal(words, name="ann", log=folder / "ann.log", env=env)

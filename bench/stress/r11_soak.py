@@ -73,7 +73,7 @@ class Measured:
 def attempt(number: int, folder: Path, chance: random.Random) -> None:
     with Scene(folder) as scene:
         host = scene.host("--wait-for", 3, "--checkpoint-every", 500, "--device", f"paced:{PACE_S}")
-        host.until(scene.has_door, "door")
+        host.until(scene.has_manifest, "run")
         guests = [scene.guest(name, "--device", f"paced:{PACE_S}") for name in NAMES]
         try:
             host.until(lambda: scene.helped() >= set(NAMES), "help of all")

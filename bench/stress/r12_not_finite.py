@@ -66,7 +66,7 @@ def attempt(number: int, folder: Path, chance: random.Random) -> None:
     job += ["--first", first, "--steps-bad", bad, *(["--clip", 1.0] if chance.random() < 0.5 else [])]
     with FiniteScene(folder, job, bounded=bounded) as scene:
         host = scene.start(2, codec)
-        host.until(scene.has_door, "door")
+        host.until(scene.has_manifest, "run")
         for name in ("ann", "bob"):
             scene.guest(name)
         try:

@@ -26,7 +26,7 @@ campaign = begin("R1", "kill -9 a random guest at a random moment", times=200, m
 def attempt(number: int, folder: Path, chance: random.Random) -> int:
     with Scene(folder, steps=STEPS) as scene:
         host = scene.host("--wait-for", 1, "--checkpoint-every", 0)
-        host.until(scene.has_door, "door")
+        host.until(scene.has_manifest, "run")
         guests = {name: scene.guest(name) for name in NAMES}
         try:
             kills = kill_until_the_end(scene, host, guests, chance)

@@ -26,7 +26,7 @@ def attempt(number: int, folder: Path, chance: random.Random) -> int:
     kills = min(KILLS_A_RUN, campaign.times - campaign.done)
     with Scene(folder) as scene:
         host = scene.host("--wait-for", 1)
-        host.until(scene.has_door, "door")
+        host.until(scene.has_manifest, "run")
         token = (scene.run / "token").read_text()
         guests = [scene.guest(name) for name in ("ann", "bob")[: 1 + number % 2]]
         for kill in range(kills):

@@ -111,8 +111,8 @@ def play(scene: Scene, name: str, failpoint: str, chance: random.Random) -> bool
 
 def guest_dies(scene: Scene, name: str, failpoint: str) -> bool:
     host = scene.host("--wait-for", 1)
-    host.until(scene.has_door, "door")
-    scene.guest("bob")  # for whom the host may wait if the other one dies at the door
+    host.until(scene.has_manifest, "run")
+    scene.guest("bob")  # for whom the host may wait if the other one dies before it is admitted
     guest = company(scene, host, name, failpoint)
     host.succeeds()
     scene.check_end()
@@ -123,8 +123,8 @@ def guest_dies(scene: Scene, name: str, failpoint: str) -> bool:
 
 def new_host_dies(scene: Scene, name: str, failpoint: str) -> bool:
     host = scene.host("--wait-for", 1, failpoint=failpoint)
-    host.until(lambda: scene.has_door() or not host.running(), "door")
-    if scene.has_door():
+    host.until(lambda: scene.has_manifest() or not host.running(), "run")
+    if scene.has_manifest():
         company(scene, host, name)
         host.wait()
     return ended(scene, host)
@@ -133,7 +133,7 @@ def new_host_dies(scene: Scene, name: str, failpoint: str) -> bool:
 def resumed_host_dies(scene: Scene, name: str, failpoint: str) -> bool:
     """Killed once at any moment, then at the failpoint; where one is to be replaced, it has to be damaged first."""
     host = scene.host("--wait-for", 1)
-    host.until(scene.has_door, "door")
+    host.until(scene.has_manifest, "run")
     company(scene, host, name)
     host.until(lambda: scene.acknowledged() >= 2 * EVERY, "two checkpoints")
     host.kill()
@@ -173,7 +173,7 @@ def ended(scene: Scene, host: Process, *, whole_log: bool = True) -> bool:
     if host.status not in (0, KILLED):
         raise Trouble(f"the host ended with {host.status}")
     was_killed = host.status == KILLED
-    if was_killed and not scene.has_door():
+    if was_killed and not scene.has_manifest():
         for left_over in scene.runs.glob("*"):
             left_over.rename(scene.runs.with_name(f"left-{left_over.name}"))
         host = scene.host()

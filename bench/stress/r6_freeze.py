@@ -58,7 +58,7 @@ def attempt(number: int, folder: Path, chance: random.Random) -> int:
     done = 0
     with Scene(folder) as scene, ProxyProcess(links, folder=folder / "proxy") as proxy:
         host = scene.host("--wait-for", 3, "--checkpoint-every", 0, "--device", f"paced:{PACE_S}")
-        host.until(scene.has_door, "door")
+        host.until(scene.has_manifest, "run")
         guests = {name: guest(scene, proxy, name, folder) for name in NAMES}
         try:
             host.until(lambda: scene.helped() >= set(NAMES), "help of all")

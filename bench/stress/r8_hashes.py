@@ -34,7 +34,7 @@ class Run:
         words += ["--device", "paced:0.001", "--micro-batch", 4, "--codec", codec, "--checkpoint-every", 0]
         words += ["--config", folder / "run.toml", "--runs", folder / "runs", "--wait-for", 1]
         self.host = self.start("host", [*words, "--", "--until", self.until, "--batch", 32])
-        self.host.until(lambda: list(folder.glob("runs/*/manifest.json")), "door")
+        self.host.until(lambda: list(folder.glob("runs/*/manifest.json")), "run")
         self.run = next((folder / "runs").iterdir())
         self.guests = {name: self.guest(name) for name in NAMES}
 

@@ -77,7 +77,7 @@ class Churn:
 def attempt(number: int, folder: Path, chance: random.Random) -> int:
     with Scene(folder) as scene:
         host = scene.host("--checkpoint-every", 100, "--device", f"paced:{PACE_S}")
-        host.until(scene.has_door, "door")
+        host.until(scene.has_manifest, "run")
         churn = Churn(scene, host, chance)
         ends = time.monotonic() + RUN_S
         try:

@@ -30,7 +30,7 @@ from support.leaks import leaks
 from support.strangers import Strangers, record
 
 A_RUN, A_WINDOW, AT_ONCE = 2500, 250, 8
-"""Strangers in a run, in a window, and at the door at the same time."""
+"""Strangers in a run, in a window, and connected at the same time."""
 QUIET_S = 3.0
 SAMPLE_S = 0.008
 """Of host and guest: steps of an eighth of a second. Steps of 30 ms, which are Python's work mostly, were
@@ -58,7 +58,7 @@ def attempt(number: int, folder: Path, chance: random.Random) -> int:
     with Scene(folder) as scene:
         pace = ("--device", f"paced:{SAMPLE_S}")
         host = scene.host("--wait-for", 1, "--checkpoint-every", 0, *pace)
-        host.until(scene.has_door, "door")
+        host.until(scene.has_manifest, "run")
         guest = scene.guest("ann", *pace)
         host.until(lambda: helped(scene) >= 20, "20 steps with a guest")
         token = decode((scene.run / "token").read_text())
@@ -152,7 +152,7 @@ def main() -> int:
         campaign.figures |= {"step_ratio": round(loud / quiet, 4), "step_ratio_of_means": round(means, 4)}
         campaign.figures["strangers_a_second"] = campaign.options.rate
         if loud / quiet > SLOWER and not campaign.options.any_speed:
-            campaign.troubles.append(f"steps take {loud / quiet:.3f} times as long with strangers at the door")
+            campaign.troubles.append(f"steps take {loud / quiet:.3f} times as long with strangers connected")
     for line, count in sorted(outcomes.items()):
         print(f"{count:6d}  {line}", file=sys.stderr)
     return campaign.end()

@@ -91,7 +91,7 @@ def live(folder: Path, chance: random.Random) -> None:
     """Over a real connection, to a host that goes on training."""
     with Scene(folder) as scene:
         host = scene.host("--wait-for", 1, "--checkpoint-every", 0)
-        host.until(scene.has_door, "door")
+        host.until(scene.has_manifest, "run")
         guest = scene.guest("ann")
         host.until(lambda: any(e["samples"].get("ann") for e in scene.events("step")), "a step with a guest")
         process = psutil.Process(host.pid)

@@ -1,4 +1,4 @@
-"""S3: hundreds of connections held half-open at a host's door, each opened again as soon as it is closed.
+"""S3: hundreds of connections held half-open at a host, each opened again as soon as it is closed.
 
     .venv/bin/python bench/stress/s3_half_open.py [--times 500] [--minutes 5] [--json]
 
@@ -54,7 +54,7 @@ campaign = begin(
 def attempt(number: int, folder: Path, chance: random.Random) -> int:
     with Scene(folder) as scene:
         host = start_host(scene)
-        host.until(scene.has_door, "door")
+        host.until(scene.has_manifest, "run")
         guest = scene.guest("ann")
         host.until(lambda: helped(scene, "ann") >= 20, "steps with a guest")
         quiet = [guests_come_and_go(scene, host, QUIET_S)]
@@ -167,7 +167,7 @@ def judge(scene: Scene, quiet_spans: Sequence[tuple[int, int]], held_span: tuple
     campaign.figures |= {"steps_quiet": len(quiet), "steps_held": len(held), "step_ratio": round(ratio, 4)}
     campaign.figures["step_ratio_of_means"] = round(statistics.mean(held) / statistics.mean(quiet), 4)
     if ratio > SLOWER and not campaign.options.any_speed:
-        raise Trouble(f"steps take {ratio:.3f} times as long with the crowd at the door")
+        raise Trouble(f"steps take {ratio:.3f} times as long with the crowd connected")
 
 
 def steps_between(scene: Scene, first: int, last: int) -> list[float]:

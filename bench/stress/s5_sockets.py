@@ -4,8 +4,8 @@
 
 Each command runs with its guests and is looked at all the time (see tests/support/sockets.py): it listens on the
 address that was chosen and on no other, guests and whoever trains alone on none, and afterwards nobody does. The
-listeners of doctor and probe are visited: a probe's extra ports, and the one at which a visiting doctor is tried,
-are on that address, too.
+listeners of doctor and probe get a client: a probe's extra ports, and the one at which a connecting doctor is
+tried, are on that address, too.
 """
 
 from __future__ import annotations
@@ -95,39 +95,39 @@ def host_and_guest(fleet: Fleet, options: tuple[str, ...], address: str) -> None
 
 
 def listeners(folder: Path) -> None:
-    """doctor --listen and probe --listen, each with a visitor."""
+    """doctor --listen and probe --listen, each with a client."""
     probed = ("--seconds", "2", "--no-device", "--no-iperf3")
     places = [((), DEFAULT), (("--bind", "127.0.0.1"), "127.0.0.1"), (("--bind", "0.0.0.0"), "0.0.0.0")]
     for verb, more in (("doctor", ()), ("probe", probed)):
         for number, (options, address) in enumerate(places):
             with Fleet(folder / f"{verb}-{number}") as fleet:
-                listen_and_visit(fleet, verb, (*options, *more), more, address)
+                meet(fleet, verb, (*options, *more), more, address)
 
 
-def listen_and_visit(fleet: Fleet, verb: str, options: tuple[str, ...], more: tuple[str, ...], where: str) -> None:
+def meet(fleet: Fleet, verb: str, options: tuple[str, ...], more: tuple[str, ...], where: str) -> None:
     listener = fleet.potluck(verb, "--listen", *options, name=verb)
     with Listening(listener.pid) as sockets:
         token = listener.wait_for_text(rf"potluck {verb} (potluck\d+-\S+)", DEADLINE_S)[1]
-        visitor = fleet.potluck(verb, token, *more, name="visitor")
-        with Listening(visitor.pid) as visiting:
-            status = visitor.wait(DEADLINE_S)
+        client = fleet.potluck(verb, token, *more, name="client")
+        with Listening(client.pid) as its_sockets:
+            status = client.wait(DEADLINE_S)
         listener.wait_for_text("came to", DEADLINE_S)
         listener.interrupt()
         listener.succeeds(DEADLINE_S)
     campaign.add(commands=2, looks=sockets.looks, sockets=len(sockets.all))
     name = f"{verb} --listen {' '.join(options)}"
     if status not in ((0, 1) if verb == "doctor" else (0,)):  # a doctor's 1: something on this box stops Potluck
-        raise Trouble(f"the visitor of {name} ended with {status}: {visitor.tails()}")
-    # With every address for its door, a probe's extra ports are at the one that the visitor came to.
+        raise Trouble(f"the client of {name} ended with {status}: {client.tails()}")
+    # If it listens at every address, a probe opens its extra ports at the one that the client connected to.
     allowed = {where, *local_addresses(), "127.0.0.1"} if where == "0.0.0.0" else {where}
     extra = len(sockets.all) - 1
     if not {address for address, _ in sockets.all} <= allowed or not 0 <= extra <= (0 if verb == "doctor" else 12):
         raise Trouble(f"{name} listened on {sorted(sockets.all)}")
     if where not in {address for address, _ in sockets.all}:
         raise Trouble(f"{name} never listened on {where}: {sorted(sockets.all)}")
-    if any(address == "0.0.0.0" for address, _ in visiting.all) or (verb == "probe" and visiting.all):
-        raise Trouble(f"the visitor of {name} listened on {sorted(visiting.all)}")
-    if left := still_listening(sockets.all | visiting.all):
+    if any(address == "0.0.0.0" for address, _ in its_sockets.all) or (verb == "probe" and its_sockets.all):
+        raise Trouble(f"the client of {name} listened on {sorted(its_sockets.all)}")
+    if left := still_listening(sockets.all | its_sockets.all):
         raise Trouble(f"{name} has ended and somebody still listens on {left}")
 
 

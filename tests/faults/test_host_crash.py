@@ -37,7 +37,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit() -> None:
     assert campaign("r7_bit_identical.py", "--times", "1")["times"] == 1
 
 
-def test_a_second_host_in_the_same_folder_is_turned_away(tmp_path: Path) -> None:
+def test_a_second_host_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     words = ["--device", "paced:0.01", "--micro-batch", "2", "--checkpoint-every", "2"]
     with Fleet(tmp_path) as fleet:
         host = fleet.host(JOB, *words, arguments=["--batch", 8])

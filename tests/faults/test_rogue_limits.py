@@ -150,10 +150,10 @@ def test_a_guest_that_sends_much_in_messages_that_end_is_left_alone(monkeypatch:
 
 
 def test_connections_of_one_who_holds_the_key_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "room_at_door", lambda limit, in_use: Room(inside=12))
+    monkeypatch.setattr(transport, "connection_room", lambda limit, in_use: Room(inside=12))
     with host() as (end, _), rogues() as rogue_of:
         guest = guest_of(end)
-        inside = end._door.watch._inside
+        inside = end._auth.watch._inside
         ends = []
         for number in range(30):
             ends.append(rogue_of(end))
@@ -204,7 +204,7 @@ def test_what_waits_for_those_who_never_read_is_bounded_for_all_of_them_together
         assert out <= there, "the one who reads had to go"
         assert most - before < 200 * MB, "480 MB were sent to those who never read"
         gone = next(iter(out))
-        assert until(lambda: end.receive(0.01) == [] and not end.send(gone, [b"PLK"])), "it was not hung up on"
+        assert until(lambda: end.receive(0.01) == [] and not end.send(gone, [b"PLK"])), "it was not closed"
         over.set()
         helper.join(10)
     end.close()
@@ -219,13 +219,13 @@ def _reads(end: HostSocket, over: threading.Event, sizes: list[int]) -> None:
     guest.close()
 
 
-def test_an_ipv6_visitor_is_known_by_its_address() -> None:
+def test_an_ipv6_connection_is_known_by_its_address() -> None:
     try:
         with host("::1") as (end, _):
             guest = guest_of(end, "::1")
-            inside = end._door.watch._inside
+            inside = end._auth.watch._inside
             assert until(lambda: len(inside) == 2)
-            assert {c.visitor.address for c in inside._connections.values()} == {"::1"}
+            assert {c.accepted.address for c in inside._connections.values()} == {"::1"}
             assert is_answered(guest)
             guest.close()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Strangers at a host's door, in small: nobody is let in, nobody is kept out, and what they can take is bounded."""
+"""Strangers that connect to a host, in small: none is let in, no guest is kept out, and their cost is bounded."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ import zmq
 from zmq.utils import garbage
 
 from potluck.errors import NetworkError
-from potluck.wire import door, gate, transport
+from potluck.wire import admission, gate, transport
 from potluck.wire.files import Room
 from potluck.wire.frames import MAX_FRAME_BYTES, PART_BYTES
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token, decode
-from potluck.wire.transport import GuestSocket, HostSocket, HungUpError
+from potluck.wire.transport import ClosedAtOnceError, GuestSocket, HostSocket
 from support.fleet import JOB, Fleet
 from support.leaks import leaks, needles
 from support.processes import SOURCE
@@ -89,7 +89,7 @@ def host_with(
     monkeypatch: pytest.MonkeyPatch, *, most: int = 1024, batch: int | None = None, serves: bool = True
 ) -> Iterator[Host]:
     room = Room(waiting=most, inside=64, batch=batch or most // 4)
-    monkeypatch.setattr(transport, "room_at_door", lambda limit, in_use: room)
+    monkeypatch.setattr(transport, "connection_room", lambda limit, in_use: room)
     host = Host(serves=serves)
     try:
         yield host
@@ -157,23 +157,23 @@ def test_a_stranger_who_is_let_in_would_be_seen(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("manner", MANNERS)
 def test_a_guest_joins_past_connections_that_are_held(monkeypatch: pytest.MonkeyPatch, manner: str) -> None:
     with host_with(monkeypatch) as host, crowd_at(host, 150, manner) as crowd:
-        watch = host.socket._door.watch
-        assert until(lambda: len(watch._lobby) >= 150), "the crowd is not there"
+        watch = host.socket._auth.watch
+        assert until(lambda: len(watch._pending) >= 150), "the crowd is not there"
         guest = joined(host)
         assert crowd.held == 150
         asks(guest)
         guest.close()
 
 
-def test_a_crowd_beyond_the_bound_is_turned_out_and_a_guest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crowd_beyond_the_bound_is_closed_and_a_guest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     with host_with(monkeypatch, most=100) as host, crowd_at(host, 250, "greeting", "silent") as crowd:
-        lobby = host.socket._door.watch._lobby
-        assert until(lambda: lobby.turned_out > 200), "nobody was turned out"
+        pending = host.socket._auth.watch._pending
+        assert until(lambda: pending.closed > 200), "nobody was closed"
         guest = joined(host, tries=10)
-        out = lobby.turned_out
+        out = pending.closed
         # From the same address as the crowd, and both of its connections younger than theirs: only having spoken
         # keeps it from being turned out.
-        assert until(lambda: lobby.turned_out > out + 400)
+        assert until(lambda: pending.closed > out + 400)
         assert guest.connected
         asks(guest)
         assert crowd.closed > 0
@@ -184,19 +184,19 @@ def test_a_crowd_beyond_the_bound_is_turned_out_and_a_guest_stays(monkeypatch: p
 def test_a_guest_whose_connection_has_the_number_of_a_stranger_who_left_is_no_stranger(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a flood a guest can be heard before the thread at the door has seen the one before it leave."""
+    """In a flood a guest can be heard before the admission thread has seen the one before it leave."""
     with host_with(monkeypatch, serves=False) as host:
-        watch = host.socket._door.watch
+        watch = host.socket._auth.watch
         watch.close()  # its thread: what it would see is told by hand
         peers = {50: ("10.0.0.9", 1000)}
-        monkeypatch.setattr(door, "_peer", peers.get)
-        watch._note([(door.ACCEPTED, 50)])
-        assert 50 in watch._lobby
+        monkeypatch.setattr(admission, "_peer", peers.get)
+        watch._note([(admission.ACCEPTED, 50)])
+        assert 50 in watch._pending
         peers[50] = ("10.0.0.2", 2000)
         watch.heard(50)
-        watch._note([(door.DISCONNECTED, 50), (door.ACCEPTED, 50)])
-        assert 50 not in watch._lobby
-        watch._note([(door.DISCONNECTED, 50)])
+        watch._note([(admission.DISCONNECTED, 50), (admission.ACCEPTED, 50)])
+        assert 50 not in watch._pending
+        watch._note([(admission.DISCONNECTED, 50)])
         assert watch._spoke == {}
 
 
@@ -205,21 +205,21 @@ def test_a_guest_heard_before_its_number_was_seen_to_pass_to_it_is_no_stranger(
 ) -> None:
     """The stranger is noted when the number is the guest's already: the stranger's end is not the guest's."""
     with host_with(monkeypatch, serves=False) as host:
-        watch = host.socket._door.watch
+        watch = host.socket._auth.watch
         watch.close()  # its thread: what it would see is told by hand
         peers = {50: ("10.0.0.2", 2000)}
-        monkeypatch.setattr(door, "_peer", peers.get)
-        watch._note([(door.ACCEPTED, 50)])  # of a stranger who has left
+        monkeypatch.setattr(admission, "_peer", peers.get)
+        watch._note([(admission.ACCEPTED, 50)])  # of a stranger who has left
         watch.heard(50, b"guest")
-        watch._note([(door.DISCONNECTED, 50), (door.ACCEPTED, 50)])
-        assert 50 not in watch._lobby
-        assert watch._names == {50: b"guest"}  # and it can be hung up on
-        watch._note([(door.DISCONNECTED, 50)])
+        watch._note([(admission.DISCONNECTED, 50), (admission.ACCEPTED, 50)])
+        assert 50 not in watch._pending
+        assert watch._names == {50: b"guest"}  # and it can be disconnected
+        watch._note([(admission.DISCONNECTED, 50)])
         assert watch._spoke == {}
         # Another one at that number is a stranger again.
         peers[50] = ("10.0.0.2", 2001)
-        watch._note([(door.ACCEPTED, 50)])
-        assert 50 in watch._lobby
+        watch._note([(admission.ACCEPTED, 50)])
+        assert 50 in watch._pending
 
 
 @pytest.mark.alone
@@ -229,10 +229,10 @@ def test_a_guest_that_was_crowded_out_is_not_told_for_certain_that_its_token_is_
     """From the same address as the crowd it may be the oldest there; its link tries again after this error only."""
     # More than one batch: both of the guest's connections have room, however far apart they come.
     with host_with(monkeypatch, most=10, batch=8, serves=False) as host:
-        lobby = host.socket._door.watch._lobby
+        pending = host.socket._auth.watch._pending
         guest = GuestSocket(host.token, connect_timeout_s=10)
-        assert until(lambda: len(lobby) >= 2)
-        with crowd_at(host, 24, "greeting"), pytest.raises(HungUpError):
+        assert until(lambda: len(pending) >= 2)
+        with crowd_at(host, 24, "greeting"), pytest.raises(ClosedAtOnceError):
             guest.handshake(5)
         guest.close()
 
@@ -241,7 +241,7 @@ def test_a_guest_that_was_crowded_out_is_not_told_for_certain_that_its_token_is_
 def test_a_host_that_does_not_receive_yet_is_not_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
     files = psutil.Process().num_fds()
     with host_with(monkeypatch, most=40, serves=False) as host, crowd_at(host, 200, "greeting") as crowd:
-        assert until(lambda: host.socket._door.watch._lobby.turned_out > 60)
+        assert until(lambda: host.socket._auth.watch._pending.closed > 60)
         most = 0
         for _ in range(20):
             # The crowd's own 200 are of this process too.
@@ -269,7 +269,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 from potluck.wire.keys import new_keys
 from potluck.wire.transport import HostSocket
 host = HostSocket(bind="127.0.0.1", port=0, keys=new_keys())
-print(json.dumps([resource.getrlimit(resource.RLIMIT_NOFILE)[0], host._door.watch._lobby.most, host.warning]))
+print(json.dumps([resource.getrlimit(resource.RLIMIT_NOFILE)[0], host._auth.watch._pending.most, host.warning]))
 host.close()
 """
     found = []

@@ -42,7 +42,7 @@ def shape(net: TwoMachines, interface: str, mbit: float) -> None:
             machine.sh(f"tc {line}")
 
 
-def visited(net: TwoMachines, *, bind: str = "0.0.0.0") -> dict[str, Any]:
+def met(net: TwoMachines, *, bind: str = "0.0.0.0") -> dict[str, Any]:
     """The diagnosis on alpha; its facts are kept."""
     command = (sys.executable, "-m", "potluck", "doctor", "--listen", "--bind", bind)
     with net.beta.running(*command, until="listening at") as output:
@@ -54,10 +54,10 @@ def visited(net: TwoMachines, *, bind: str = "0.0.0.0") -> dict[str, Any]:
     return diagnosis
 
 
-def visited_until(net: TwoMachines, *, findings: int) -> dict[str, Any]:
+def met_until(net: TwoMachines, *, findings: int) -> dict[str, Any]:
     """Where something else on the box held a machine up for the moment of a measurement, once more."""
     for _ in range(TRIES):
-        diagnosis = visited(net)
+        diagnosis = met(net)
         if len(diagnosis["findings"]) == findings and "not known" not in json.dumps(diagnosis["fine"]):
             break
     return diagnosis
@@ -66,7 +66,7 @@ def visited_until(net: TwoMachines, *, findings: int) -> dict[str, Any]:
 def test_the_slow_address_is_named_with_both_speeds(net: TwoMachines) -> None:
     shape(net, "eth0", SLOW_MBIT)
     shape(net, "eth1", FAST_MBIT)
-    diagnosis = visited_until(net, findings=1)
+    diagnosis = met_until(net, findings=1)
     (finding,) = diagnosis["findings"]
     assert (finding["code"], finding["machine"], finding["pains"]) == ("slower-address", "beta", [12])
     slow, fast = re.findall(r"carries ([\d.]+) Mbit/s", finding["what"])
@@ -84,7 +84,7 @@ def test_the_slow_address_is_named_with_both_speeds(net: TwoMachines) -> None:
 def test_addresses_that_are_alike_are_no_finding(net: TwoMachines) -> None:
     for interface in ("eth0", "eth1"):
         shape(net, interface, SLOW_MBIT)
-    diagnosis = visited_until(net, findings=0)
+    diagnosis = met_until(net, findings=0)
     assert diagnosis["findings"] == []
     measured = [fine["what"] for fine in diagnosis["fine"] if "→" in fine["what"]]
     assert len(measured) == 2
@@ -92,6 +92,6 @@ def test_addresses_that_are_alike_are_no_finding(net: TwoMachines) -> None:
 
 
 def test_an_address_at_which_the_other_does_not_listen_is_told(net: TwoMachines) -> None:
-    diagnosis = visited(net, bind=ADDRESSES["beta"])
+    diagnosis = met(net, bind=ADDRESSES["beta"])
     assert diagnosis["findings"] == []
     assert f"not measured: {SECOND['beta']}" in {fine["what"] for fine in diagnosis["fine"]}

@@ -59,7 +59,7 @@ def crowd_at(rank: MessageQueues, count: int) -> AbstractContextManager[Crowd]:
 
 
 def was_ended(line: socket.socket, within_s: float) -> bool:
-    """Whether the other end hung up, whatever it said before."""
+    """Whether the other end closed the connection, whatever it said before."""
     line.settimeout(within_s)
     with contextlib.suppress(ConnectionError):
         try:

@@ -147,14 +147,14 @@ def test_a_token_of_another_run_is_named() -> None:
 
 
 def test_something_else_that_listens_there_is_named() -> None:
-    def hang_up(server: socket.socket) -> None:
+    def close_at_once(server: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while True:
-                with server.accept()[0] as visitor:
-                    visitor.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                with server.accept()[0] as client:
+                    client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
     with socket.create_server(("127.0.0.1", 0)) as web:
-        thread = threading.Thread(target=hang_up, args=(web,), daemon=True)
+        thread = threading.Thread(target=close_at_once, args=(web,), daemon=True)
         thread.start()
         keys = new_keys()
         token = Token(
@@ -377,17 +377,17 @@ class Collected:
         return False
 
 
-def test_a_visit_is_over_at_its_limit_even_where_nobody_answers() -> None:
-    """A door that lets everybody in and says nothing would otherwise be waited for question by question."""
+def test_a_session_is_over_at_its_limit_even_where_nobody_answers() -> None:
+    """A listener that admits everybody and says nothing would otherwise be waited for question by question."""
     keys = new_keys()
-    door = HostSocket(bind="127.0.0.1", port=0, keys=keys)
-    token = Token(addresses=("127.0.0.1",), port=door.port, host_public=keys.public, guest_secret=keys.guest_secret)
+    host = HostSocket(bind="127.0.0.1", port=0, keys=keys)
+    token = Token(addresses=("127.0.0.1",), port=host.port, host_public=keys.public, guest_secret=keys.guest_secret)
     stop = threading.Event()
 
     def say_nothing() -> None:
         while not stop.is_set():
-            door.receive(0.05)
-        door.close()
+            host.receive(0.05)
+        host.close()
 
     thread = threading.Thread(target=say_nothing)
     thread.start()

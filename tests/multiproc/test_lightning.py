@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import potluck
 from potluck.errors import ConfigError, LoopError, PotluckError
 from potluck.train.ending import GuestDone, Interrupted
-from support.visitors import MOST_STEPS, visited
+from support.brief_guests import MOST_STEPS, brief_guests
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -88,10 +88,10 @@ def test_guests_that_come_and_go_change_nothing(tmp_path: Path) -> None:
 
         return pl_job.fitted(out, strategy=strategy, callbacks=[Ends()], max_steps=MOST_STEPS)
 
-    with visited(tmp_path / "fleet", JOB) as visitors:
-        ours = stopped(PotluckStrategy(run=visitors.run), tmp_path, visitors.after_step)
+    with brief_guests(tmp_path / "fleet", JOB) as guests:
+        ours = stopped(PotluckStrategy(run=guests.run), tmp_path, guests.after_step)
     plain = stopped("auto", tmp_path / "plain", lambda step: step == ours.global_step)
-    visitors.assert_came_and_went([8] * 5 + [4])
+    guests.assert_came_and_went([8] * 5 + [4])
     assert_same(ours, plain)
     assert_same_figures(ours, plain)
 

@@ -18,7 +18,7 @@ from zmq.utils import garbage
 
 from potluck.errors import NetworkError
 from potluck.plan import fleet_inputs, models
-from potluck.probe.link_visit import Visit, measure
+from potluck.probe.link_client import LinkClient, measure
 from potluck.spec.messages import UnknownMessage
 from potluck.spec.probe_messages import ProbeBye, ProbeEcho, ProbeEnd, ProbeFlow, ProbeNo
 from potluck.spec.probed import DeviceSpeed, Rate
@@ -111,7 +111,7 @@ def test_ctrl_c_leaves_nothing_half_written(tmp_path: Path) -> None:
 
 def test_only_one_is_measured_with_at_a_time() -> None:
     with listening() as token:
-        first, second = Visit(token, "one", quiet), Visit(token, "two", quiet)
+        first, second = LinkClient(token, "one", quiet), LinkClient(token, "two", quiet)
         try:
             first.hello()
             second.hello()  # a word is always answered
@@ -128,7 +128,7 @@ def test_only_one_is_measured_with_at_a_time() -> None:
 
 def test_one_that_died_makes_room_for_the_next() -> None:
     with listening() as token:
-        first, second = Visit(token, "one", quiet), Visit(token, "two", quiet)
+        first, second = LinkClient(token, "one", quiet), LinkClient(token, "two", quiet)
         try:
             first._ask(ProbeFlow(flow=1, take=True, seconds=60.0))
             first._socket.close(linger_s=0.0)  # no goodbye
@@ -144,27 +144,27 @@ def test_one_that_died_makes_room_for_the_next() -> None:
 
 def test_a_listener_that_goes_away_is_named() -> None:
     with listening() as token:
-        visit = Visit(token, "one", quiet)
+        client = LinkClient(token, "one", quiet)
     try:
         with pytest.raises(NetworkError, match=r"ended|did not answer"):
-            visit.hello()
+            client.hello()
     finally:
-        visit.close()
+        client.close()
     with pytest.raises(NetworkError, match="does not answer at port"):
         measure(token, "one", 1.0, quiet)
 
 
 def test_a_running_host_is_told_from_a_listener() -> None:
     keys = new_keys()
-    door = HostSocket(bind="127.0.0.1", port=0, keys=keys)
-    token = Token(addresses=("127.0.0.1",), port=door.port, host_public=keys.public, guest_secret=keys.guest_secret)
+    host = HostSocket(bind="127.0.0.1", port=0, keys=keys)
+    token = Token(addresses=("127.0.0.1",), port=host.port, host_public=keys.public, guest_secret=keys.guest_secret)
     stop = threading.Event()
 
     def answer() -> None:
         while not stop.is_set():
-            for peer, _ in door.receive(0.05):
-                door.send(peer, pack(UnknownMessage(protocol="2")))
-        door.close()
+            for peer, _ in host.receive(0.05):
+                host.send(peer, pack(UnknownMessage(protocol="2")))
+        host.close()
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -176,20 +176,20 @@ def test_a_running_host_is_told_from_a_listener() -> None:
         thread.join(10)
 
 
-def test_what_a_visitor_asks_for_is_bounded() -> None:
+def test_what_a_client_asks_for_is_bounded() -> None:
     with serving(SPEED) as (token, server):
-        visit = Visit(token, "one", quiet)
+        client = LinkClient(token, "one", quiet)
         try:
             for seconds in (1e9, -1.0, "x", None, True):
                 asked = {"id": 1, "flow": 1, "take": True, "send": True, "seconds": seconds}
                 for kind in ("probe.flow", "probe.bare"):
-                    assert visit._socket.send_control(packed(Plain(kind=kind, fields=asked)))
-            visit._ask(ProbeEcho())  # the server has now seen all of them
+                    assert client._socket.send_control(packed(Plain(kind=kind, fields=asked)))
+            client._ask(ProbeEcho())  # the server has now seen all of them
             assert server._flow is None
             assert server._offer is None
-            assert isinstance(visit._ask(ProbeEnd(flow=99)).message, ProbeNo)
+            assert isinstance(client._ask(ProbeEnd(flow=99)).message, ProbeNo)
         finally:
-            visit.close()
+            client.close()
 
 
 IPERF3 = """
@@ -220,13 +220,13 @@ def test_iperf3_is_asked_where_both_have_it(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     notes: list[str] = []
     with listening() as token:
-        visit = Visit(token, "one", quiet)
+        client = LinkClient(token, "one", quiet)
         try:
-            visit.hello()
-            out = visit._iperfed(True, 0.3, notes)
-            back = visit._iperfed(False, 0.3, notes)
+            client.hello()
+            out = client._iperfed(True, 0.3, notes)
+            back = client._iperfed(False, 0.3, notes)
         finally:
-            visit.close()
+            client.close()
     assert notes == []
     assert (out, back) == ((Rate(bytes_per_s=2.5e8), None), (None, Rate(bytes_per_s=1.25e8)))
 
@@ -267,7 +267,7 @@ def test_slips_are_told_at_once(
         assert "nothing of ours listens there" in " ".join(out.split())
 
 
-def test_a_token_of_another_door_is_refused() -> None:
+def test_a_token_of_another_port_is_refused() -> None:
     with listening() as token, listening() as other, pytest.raises(NetworkError) as caught:
         measure(replace(token, guest_secret=other.guest_secret), "one", 1.0, quiet)
     assert caught.value.hint

@@ -114,7 +114,7 @@ def test_ctrl_c_while_waiting_for_guests_ends_at_once(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         host = fleet.host(JOB, "--wait-for", "1", arguments=["--steps", 5])
         # Its hub is open once a stranger is turned away: from then on it waits.
-        fleet.wait_for(host, lambda: speaks(fleet.port) and fleet.events("refused_stranger"), "an open door")
+        fleet.wait_for(host, lambda: speaks(fleet.port) and fleet.events("refused_stranger"), "an open port")
         host.interrupt()
         host.exits_with(INTERRUPTED, deadline_s=10)
         assert "Traceback" not in host.stderr()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import potluck
 from potluck.errors import ConfigError, LoopError
 from potluck.train.ending import GuestDone, Interrupted
-from support.visitors import MOST_STEPS, visited
+from support.brief_guests import MOST_STEPS, brief_guests
 
 if TYPE_CHECKING:
     import tokenizers
@@ -99,11 +99,11 @@ def test_guests_that_come_and_go_change_nothing(tmp_path: Path) -> None:
         made = functools.partial(kind, callbacks=[callback(on_step_end=ends)])
         return hf_job.trained(made, out, max_steps=MOST_STEPS, learning_rate=0.005)
 
-    with visited(tmp_path / "fleet", JOB) as visitors:
-        hosted = functools.partial(Trainer, run=visitors.run)
-        ours = stopped(hosted, tmp_path, visitors.after_step)
+    with brief_guests(tmp_path / "fleet", JOB) as guests:
+        hosted = functools.partial(Trainer, run=guests.run)
+        ours = stopped(hosted, tmp_path, guests.after_step)
     plain = stopped(PlainTrainer, tmp_path / "plain", lambda step: step == ours.state.global_step)
-    visitors.assert_came_and_went([8] * 5 + [4])
+    guests.assert_came_and_went([8] * 5 + [4])
     assert_same(hf_job.weights(ours), hf_job.weights(plain))
     assert_same_figures(ours, plain)
 

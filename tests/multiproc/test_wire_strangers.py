@@ -171,8 +171,8 @@ def test_a_crowd_of_strangers_does_not_keep_a_guest_out(host: Host) -> None:
 class Service:
     """Something else that listens: it sends `greeting` to who connects, and hangs up or not."""
 
-    def __init__(self, greeting: bytes, hang_up: bool) -> None:
-        self._greeting, self._hang_up = greeting, hang_up
+    def __init__(self, greeting: bytes, close_at_once: bool) -> None:
+        self._greeting, self._close_at_once = greeting, close_at_once
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(0.05)
         self.port = int(self._listener.getsockname()[1])
@@ -186,7 +186,7 @@ class Service:
             with contextlib.suppress(OSError):
                 connection, _ = self._listener.accept()
                 connection.sendall(self._greeting)
-                if self._hang_up:
+                if self._close_at_once:
                     connection.close()
                 else:
                     self._open.append(connection)
@@ -199,7 +199,7 @@ class Service:
 
 
 @pytest.mark.parametrize(
-    ("greeting", "hang_up", "answer"),
+    ("greeting", "close_at_once", "answer"),
     [
         (b"SSH-2.0-OpenSSH_9.6\r\n", False, PortAnswer.OTHER),
         (b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n", True, PortAnswer.OTHER),
@@ -208,9 +208,9 @@ class Service:
     ids=["ssh", "http", "silent"],
 )
 def test_another_service_behind_the_token_is_named_as_such(
-    greeting: bytes, hang_up: bool, answer: PortAnswer
+    greeting: bytes, close_at_once: bool, answer: PortAnswer
 ) -> None:
-    service = Service(greeting, hang_up)
+    service = Service(greeting, close_at_once)
     guest = GuestSocket(token(service.port))
     try:
         with pytest.raises(NetworkError, match=f"no potluck host at 127.0.0.1 port {service.port}") as caught:

@@ -462,7 +462,7 @@ def test_a_host_that_goes_away_during_the_handshake_is_named() -> None:
     guest.close()
 
 
-def test_a_host_that_does_not_serve_its_door_is_named_after_the_deadline() -> None:
+def test_a_host_that_does_not_serve_its_port_is_named_after_the_deadline() -> None:
     keys = new_keys()
     host = HostSocket(bind="127.0.0.1", port=0, keys=keys)
     guest = GuestSocket(token_of(host, keys))

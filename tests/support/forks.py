@@ -1,7 +1,7 @@
 """Python processes forked from a server that has imported torch: up in 50 ms, where a new one needs 4 s of CPU.
 
 It owns what makes such a process like a new one: its environment, folder, files, session and arguments, and an end
-through Python's own door. It must not know what runs in it.
+through Python's own os.fork. It must not know what runs in it.
 """
 
 from __future__ import annotations

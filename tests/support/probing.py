@@ -1,4 +1,4 @@
-"""A probe or a doctor that listens, for tests of who visits it. It knows nothing of the visitors."""
+"""A probe or a doctor that listens, for tests of what connects to it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ Server = TypeVar("Server", LinkServer, Listener)
 @contextlib.contextmanager
 def serving(speed: DeviceSpeed) -> Iterator[tuple[Token, LinkServer]]:
     """What `potluck probe --listen` is, in a thread of this process."""
-    with _at_a_door(lambda door: LinkServer(door, "127.0.0.1", speed)) as served:
+    with _served_by(lambda host: LinkServer(host, "127.0.0.1", speed)) as served:
         yield served
 
 
 @contextlib.contextmanager
 def listening(facts: Facts) -> Iterator[Token]:
     """What `potluck doctor --listen` is, in a thread of this process."""
-    with _at_a_door(lambda door: Listener(door, facts)) as (token, _):
+    with _served_by(lambda host: Listener(host, facts)) as (token, _):
         yield token
 
 
 @contextlib.contextmanager
-def _at_a_door(made: Callable[[HostSocket], Server]) -> Iterator[tuple[Token, Server]]:
+def _served_by(made: Callable[[HostSocket], Server]) -> Iterator[tuple[Token, Server]]:
     keys = new_keys()
-    door = HostSocket(bind="127.0.0.1", port=0, keys=keys)
-    server = made(door)
+    host = HostSocket(bind="127.0.0.1", port=0, keys=keys)
+    server = made(host)
     stop = threading.Event()
 
     def serve() -> None:
@@ -49,10 +49,10 @@ def _at_a_door(made: Callable[[HostSocket], Server]) -> Iterator[tuple[Token, Se
     address = ("127.0.0.1",)
     try:
         yield (
-            Token(addresses=address, port=door.port, host_public=keys.public, guest_secret=keys.guest_secret),
+            Token(addresses=address, port=host.port, host_public=keys.public, guest_secret=keys.guest_secret),
             server,
         )
     finally:
         stop.set()
-        door.wake()
+        host.wake()
         thread.join(15)

@@ -31,7 +31,7 @@ from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket
 from support.processes import SOURCE
 
-ACCEPTED, HUNG_UP, STAYED = "accepted", "hung up on", "held the line"
+ACCEPTED, CLOSED, STAYED = "accepted", "closed", "held the line"
 """What becomes of a stranger: let in, turned away, or neither until it left by itself."""
 
 PATIENCE_S = 0.3
@@ -81,12 +81,12 @@ class Call:
                     line.sendall(next(words, b""))
                     with contextlib.suppress(TimeoutError):
                         if not (said := line.recv(4096)):
-                            return HUNG_UP
+                            return CLOSED
                         heard += said
                     if _READY in heard:
                         return ACCEPTED
             except OSError:
-                return HUNG_UP
+                return CLOSED
         return STAYED
 
 
@@ -110,7 +110,7 @@ class ZmqKnock:
                 if not events.poll(5000):
                     return STAYED
                 what = int.from_bytes(events.recv_multipart()[0][:2], "little")
-                return ACCEPTED if what == zmq.EVENT_HANDSHAKE_SUCCEEDED else HUNG_UP
+                return ACCEPTED if what == zmq.EVENT_HANDSHAKE_SUCCEEDED else CLOSED
             finally:
                 knock.disable_monitor()
 
@@ -302,7 +302,7 @@ class Crowd:
         return len(self._left)
 
     def turn(self, timeout_s: float) -> None:
-        """Say what can be said, and come again where somebody hung up."""
+        """Say what can be said, and come again where somebody closed."""
         for key, mask in self._selector.select(timeout_s):
             line = key.fileobj
             assert isinstance(line, socket.socket)
@@ -314,7 +314,7 @@ class Crowd:
             except BlockingIOError:
                 continue
             except OSError:
-                self._hang_up(line)
+                self._closed_by_peer(line)
                 self._open()
         if time.monotonic() - self._trickled > TRICKLE_S:
             self._trickled = time.monotonic()
@@ -322,7 +322,7 @@ class Crowd:
 
     def close(self) -> None:
         for line in list(self._left):
-            self._hang_up(line)
+            self._closed_by_peer(line)
         self._selector.close()
 
     def _open(self) -> None:
@@ -355,7 +355,7 @@ class Crowd:
                 with contextlib.suppress(OSError):  # if it is over, the selector will say so
                     self._left[line] = self._left[line][line.send(self._left[line][:1]) :]
 
-    def _hang_up(self, line: socket.socket) -> None:
+    def _closed_by_peer(self, line: socket.socket) -> None:
         self.closed += 1
         self._selector.unregister(line)
         del self._left[line]

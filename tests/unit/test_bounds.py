@@ -91,10 +91,10 @@ def unbounded(*kinds: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     seen: set[type] = set()
 
-    def visit(info: Any, where: str, cut: bool = False) -> None:
+    def look(info: Any, where: str, cut: bool = False) -> None:
         match info:
             case inspect.Metadata():
-                visit(info.type, where, cut="cut" in (info.extra or {}))
+                look(info.type, where, cut="cut" in (info.extra or {}))
             case inspect.IntType() | inspect.FloatType():
                 least = info.ge is not None or info.gt is not None
                 most = info.le is not None or info.lt is not None
@@ -105,32 +105,32 @@ def unbounded(*kinds: Any) -> dict[str, str]:
                     found[where] = "a text of any length"
             case inspect.UnionType():
                 for each in info.types:
-                    visit(each, where, cut)
+                    look(each, where, cut)
                 within = {type(each) for each in info.types}
                 if inspect.TupleType in within and within & {inspect.IntType, inspect.FloatType, inspect.StrType}:
                     found[where] = "a union with a fixed tuple: msgspec 0.22 reads its size from another bound"
             case inspect.ListType() | inspect.VarTupleType() | inspect.SetType() | inspect.FrozenSetType():
                 if info.max_length is None:
                     found[where] = "a list of any length"
-                visit(info.item_type, f"{where}[]")
+                look(info.item_type, f"{where}[]")
             case inspect.TupleType():
                 for number, each in enumerate(info.item_types):
-                    visit(each, f"{where}[{number}]")
+                    look(each, f"{where}[{number}]")
             case inspect.DictType():
                 if info.max_length is None:
                     found[where] = "a table of any length"
-                visit(info.key_type, f"{where}{{key}}")
-                visit(info.value_type, where)
+                look(info.key_type, f"{where}{{key}}")
+                look(info.value_type, where)
             case inspect.StructType() | inspect.TypedDictType() | inspect.DataclassType():
                 if info.cls not in seen:
                     seen.add(info.cls)
                     for field in info.fields:
-                        visit(field.type, f"{info.cls.__name__}.{field.name}")
+                        look(field.type, f"{info.cls.__name__}.{field.name}")
             case inspect.AnyType() | inspect.RawType() | inspect.CustomType():
                 found[where] = "anything"
 
     for kind in kinds:
-        visit(kind if isinstance(kind, inspect.Type) else inspect.type_info(kind), "tuple")
+        look(kind if isinstance(kind, inspect.Type) else inspect.type_info(kind), "tuple")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What follows from a parity check: another one with the host's spread, a place at the table, or the door."""
+"""What follows from a parity check: another one with the host's spread, a part in the steps, or the end."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ import pytest
 
 from potluck.errors import NetworkError, RefusedError
 from potluck.hub import link as links
-from potluck.hub.link import HANG_UPS_BELIEVED, GuestLink, LinkTimes
+from potluck.hub.link import CLOSURES_BELIEVED, GuestLink, LinkTimes
 from potluck.spec.messages import HelloMessage, RefuseMessage, Source, WelcomeMessage
 from potluck.wire.frames import pack
 from potluck.wire.reach import NobodyListensError
 from potluck.wire.token import Token
-from potluck.wire.transport import HungUpError
+from potluck.wire.transport import ClosedAtOnceError
 
 TOKEN = Token(addresses=("127.0.0.1",), port=1, host_public=b"h" * 32, guest_secret=b"g" * 32)
 NAMES = dict.fromkeys(("name", "host", "run", "codec", "codec_down"), "x")
@@ -72,20 +72,20 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Sockets:
     return made
 
 
-def test_a_hang_up_is_not_believed_at_once(sockets: Sockets) -> None:
-    hang_ups = [HungUpError("hung up")] * (HANG_UPS_BELIEVED - 1)
-    sockets.outcomes = [*hang_ups, NetworkError("silent"), *hang_ups, None]
+def test_a_closed_connection_is_not_believed_at_once(sockets: Sockets) -> None:
+    closures = [ClosedAtOnceError("closed")] * (CLOSURES_BELIEVED - 1)
+    sockets.outcomes = [*closures, NetworkError("silent"), *closures, None]
     link = GuestLink(TOKEN, HelloMessage())
     assert link.connect(timeout_s=10).message.host == "x"
-    assert sockets.made == 2 * HANG_UPS_BELIEVED
+    assert sockets.made == 2 * CLOSURES_BELIEVED
     link.close()
 
 
-def test_hang_ups_in_a_row_are_believed(sockets: Sockets) -> None:
-    sockets.outcomes = [HungUpError("the host is another one")]
+def test_closed_connections_in_a_row_are_believed(sockets: Sockets) -> None:
+    sockets.outcomes = [ClosedAtOnceError("the host is another one")]
     with pytest.raises(RefusedError, match="another one"):
         GuestLink(TOKEN, HelloMessage()).connect(timeout_s=10)
-    assert sockets.made == HANG_UPS_BELIEVED
+    assert sockets.made == CLOSURES_BELIEVED
 
 
 def test_what_the_host_says_of_the_key_is_believed_at_once(sockets: Sockets) -> None:
@@ -95,12 +95,12 @@ def test_what_the_host_says_of_the_key_is_believed_at_once(sockets: Sockets) -> 
     assert sockets.made == 1
 
 
-def test_a_guest_of_the_run_that_is_hung_up_on_comes_back(sockets: Sockets) -> None:
+def test_a_guest_of_the_run_that_is_disconnected_comes_back(sockets: Sockets) -> None:
     """Its host was restarted in a crowd of strangers: the link must not end for one hang-up."""
     sockets.outcomes = [None]
     link = GuestLink(TOKEN, HelloMessage())
     link.connect(timeout_s=10)
-    sockets.outcomes = [HungUpError("hung up"), None]
+    sockets.outcomes = [ClosedAtOnceError("closed"), None]
     assert link._socket is not None
     link._socket.connected = False  # type: ignore[misc]
     deadline = time.monotonic() + 10

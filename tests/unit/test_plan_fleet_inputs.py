@@ -200,11 +200,11 @@ class TestFacts:
         assert [m.name for m in twice.fleet.machines] == ["vm"]
 
     def test_a_host_that_was_measured_with_each_of_its_guests_is_one(self) -> None:
-        def visit(guest: str, flops: float) -> dict[str, Any]:
+        def pair(guest: str, flops: float) -> dict[str, Any]:
             desk = {"name": "desk", "device": "RTX 4070", "memory_bytes": 12e9, "flops_per_s": flops}
             return {"measured": [desk, {"name": guest, "flops_per_s": 1e12, "link_bytes_per_s": 1e8}]}
 
-        given = fleet_inputs.from_facts([("a", visit("mac", 2e13)), ("b", visit("nas", 1.9e13))], GPT2)
+        given = fleet_inputs.from_facts([("a", pair("mac", 2e13)), ("b", pair("nas", 1.9e13))], GPT2)
         assert [m.name for m in given.fleet.machines] == ["desk", "mac", "nas"]
         assert given.fleet.host.samples_per_s == pytest.approx(2e13 / GPT2.flops_per_sample)
 

@@ -15,7 +15,7 @@ from potluck.device import pick
 from potluck.errors import PotluckError
 from potluck.plan import fleet_inputs, models
 from potluck.probe import bare, iperf
-from potluck.probe.link_visit import speed_in
+from potluck.probe.link_client import speed_in
 from potluck.probe.speed import Training, busy_note, largest, measure, spread
 from potluck.probe.stream import FIRST_WINDOW, MOST_WINDOW, Meter, Shares, Window, round_trips
 from potluck.report.probe_table import probe_lines, summary
@@ -195,8 +195,8 @@ def test_the_bare_port_opens_to_its_secret_only_and_once() -> None:
     thread.start()
     with socket.create_connection(("127.0.0.1", offer.port), timeout=5) as stranger:
         stranger.sendall(bytes(bare.SECRET_BYTES))
-        assert stranger.recv(1) == b""  # hung up, nothing said
-    here = bare.visit("127.0.0.1", offer.port, offer.secret, sends=True, takes=True, seconds=0.3)
+        assert stranger.recv(1) == b""  # closed, nothing said
+    here = bare.measure("127.0.0.1", offer.port, offer.secret, sends=True, takes=True, seconds=0.3)
     thread.join(10)
     assert here is not None
     assert found[0] is not None
@@ -209,7 +209,7 @@ def test_the_bare_port_is_closed_to_other_addresses() -> None:
     thread = threading.Thread(target=offer.serve)
     thread.start()
     with pytest.raises(OSError):
-        bare.visit("127.0.0.1", offer.port, offer.secret, sends=True, takes=False, seconds=0.1)
+        bare.measure("127.0.0.1", offer.port, offer.secret, sends=True, takes=False, seconds=0.1)
     offer.close()
     thread.join(10)
     assert not thread.is_alive()
@@ -286,14 +286,14 @@ def way(ours: float, bare_: float) -> Way:
     return Way(ours=Rate(bytes_per_s=ours, variation=0.02), bare=Rate(bytes_per_s=bare_, variation=0.01))
 
 
-TRIPS = RoundTrips(count=100, p50_s=0.0004, p99_s=0.002, jitter_s=0.0001)
+TIMES = RoundTrips(count=100, p50_s=0.0004, p99_s=0.002, jitter_s=0.0001)
 LINK = ProbedPath(
     address="192.168.1.20",
     source="192.168.1.5",
     interface="eth0",
     used=True,
-    idle=TRIPS,
-    loaded=replace(TRIPS, p50_s=0.02),
+    idle=TIMES,
+    loaded=replace(TIMES, p50_s=0.02),
     out=way(115 * MB, 117 * MB),
     back=way(60 * MB, 117 * MB),
     both_out=way(110 * MB, 117 * MB),

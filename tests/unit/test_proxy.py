@@ -246,7 +246,7 @@ def all_of(receiver: socket.socket, count: int) -> bytes:
     return bytes(received)
 
 
-def turned_away(address: tuple[str, int]) -> bool:
+def refused(address: tuple[str, int]) -> bool:
     """Whether whoever connects there is reset, at once or while it connects."""
     try:
         with socket.create_connection(address, PATIENCE_S) as near:
@@ -368,7 +368,7 @@ def test_a_reset_is_passed_on_after_what_was_sent_before_it() -> None:
             ((near, far),) = pairs
             near.sendall(bytes(30_000))
             assert soon(lambda: proxy.counters[0] == 30_000)
-            flow_module.hang_up(near, reset=True)
+            flow_module.close_socket(near, reset=True)
             assert len(all_of(far, 30_000)) == 30_000
             with pytest.raises(ConnectionResetError):
                 far.recv(1)
@@ -380,7 +380,7 @@ def test_a_target_that_is_not_there_resets_whoever_connected() -> None:
         address = gone.getsockname()
     with running(LinkSpec(name="a")) as proxy:
         port = proxy.ask(lambda: proxy.open("a", address))
-        assert turned_away(("127.0.0.1", port))
+        assert refused(("127.0.0.1", port))
         assert soon(lambda: not proxy.flow.connections)
 
 
@@ -409,7 +409,7 @@ def test_a_receiver_that_does_not_read_stops_the_sender() -> None:
 def test_one_connection_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_module, "MOST_CONNECTIONS", 2)
     with running(LinkSpec(name="a")) as proxy, connections(proxy, "a", "a") as pairs:
-        assert turned_away(pairs[0][0].getpeername())
+        assert refused(pairs[0][0].getpeername())
         assert proxy.refused == 1
         assert round_trips(*pairs[1], 1)
 
@@ -452,7 +452,7 @@ def test_a_reset_strikes_those_that_are_there_and_those_that_come() -> None:
         for end in (near, far):
             with pytest.raises(ConnectionResetError):
                 end.recv(1)
-        assert turned_away(address)
+        assert refused(address)
         assert round_trips(*other, 2)
 
 
@@ -469,7 +469,7 @@ def test_half_open_swallows_one_way_with_its_end() -> None:
         time.sleep(0.5)
         near.sendall(b"more")  # the connection has lost bytes: it stays so
         assert soon(lambda: proxy.counters[0] == 9)
-        flow_module.hang_up(near, reset=True)
+        flow_module.close_socket(near, reset=True)
         far.settimeout(0.3)
         with pytest.raises(TimeoutError):
             far.recv(1)

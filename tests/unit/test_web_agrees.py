@@ -112,7 +112,7 @@ def test_a_share_is_one_number_in_the_fleet_and_in_the_timeline() -> None:
     machines = [sample.host(28), sample.machine("laptop", 4)]  # 12.5 %: it rounds to 12 or to 13
     page = state_of([sample.run_start(), sample.step(1, machines=machines)]).page()
     (step,) = page.steps or ()
-    assert [lane.note for lane in step.lanes] == [machine.share for machine in page.machines or ()]
+    assert [row.note for row in step.rows] == [machine.share for machine in page.machines or ()]
 
 
 def test_who_has_not_come_back_to_a_resumed_run_is_gone_without_an_old_reason() -> None:

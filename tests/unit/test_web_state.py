@@ -164,14 +164,14 @@ def test_a_guests_timeline_lies_where_it_was_measured() -> None:
     guest = sample.machine("laptop", 8, busy=0.5, receive_s=0.2, send_s=0.1, answered_s=0.9)
     state = state_of([sample.run_start(), sample.step(1, machines=[sample.host(busy=0.9), guest])])
     (step,) = state.page().steps or ()
-    bars = {bar.kind: (bar.start_s, bar.end_s) for bar in step.lanes[1].bars}
+    bars = {bar.kind: (bar.start_s, bar.end_s) for bar in step.rows[1].bars}
     assert bars == {
         "wait": (0, 1.0),
         "receive": (0, 0.2),
         "compute": (pytest.approx(0.3), pytest.approx(0.8)),
         "send": (pytest.approx(0.8), 0.9),
     }
-    host = {bar.kind: (bar.start_s, bar.end_s) for bar in step.lanes[0].bars}
+    host = {bar.kind: (bar.start_s, bar.end_s) for bar in step.rows[0].bars}
     assert host["update"] == (0.96, 1.0)
     assert host["wait"] == (0.95, 0.96)
 
@@ -180,7 +180,7 @@ def test_waiting_for_data_is_drawn_and_is_no_prediction_of_the_plan() -> None:
     waits = [sample.step(n, data_s=0.4, machines=[sample.host(32, busy=0.5)]) for n in range(1, 20)]
     page = state_of([sample.run_start(workers=0), *waits]).page()
     (first, *_) = page.steps or ()
-    assert [(bar.kind, bar.start_s, bar.end_s) for bar in first.lanes[0].bars][:2] == [
+    assert [(bar.kind, bar.start_s, bar.end_s) for bar in first.rows[0].bars][:2] == [
         ("wait", 0, 0.4),
         ("compute", pytest.approx(0.45), pytest.approx(0.95)),
     ]
@@ -351,9 +351,9 @@ def test_the_labs_page_has_each_strategy_with_its_timeline() -> None:
     assert [t.title for t in page.timelines or ()] == [row.strategy for row in found.rows]
     assert len({t.seconds for t in page.timelines or ()}) == 1
     for timeline in page.timelines or ():
-        assert {"compute", "wait"} <= {bar.kind for lane in timeline.lanes for bar in lane.bars}
-        assert all(0 <= b.start_s <= b.end_s <= timeline.seconds for lane in timeline.lanes for b in lane.bars)
-    assert "send" in {bar.kind for t in page.timelines or () for lane in t.lanes for bar in lane.bars}
+        assert {"compute", "wait"} <= {bar.kind for row in timeline.rows for bar in row.bars}
+        assert all(0 <= b.start_s <= b.end_s <= timeline.seconds for row in timeline.rows for b in row.bars)
+    assert "send" in {bar.kind for t in page.timelines or () for row in t.rows for bar in row.bars}
     assert len(document(page)) < 200_000
 
 

@@ -3,45 +3,45 @@
 from __future__ import annotations
 
 from potluck.wire.admitted import Admitted
-from potluck.wire.lobby import Visitor
+from potluck.wire.pending import AcceptedConnection
 
 
-def visitor(descriptor: int, address: str = "10.0.0.1") -> Visitor:
-    return Visitor(descriptor=descriptor, address=address, port=1000 + descriptor, since=0.0)
+def connection(descriptor: int, address: str = "10.0.0.1") -> AcceptedConnection:
+    return AcceptedConnection(descriptor=descriptor, address=address, port=1000 + descriptor, since=0.0)
 
 
-def inside(*visitors: Visitor, most: int = 4) -> Admitted:
+def inside(*connections: AcceptedConnection, most: int = 4) -> Admitted:
     admitted = Admitted(most=most, most_bytes=100)
-    for one in visitors:
+    for one in connections:
         admitted.came(one)
     return admitted
 
 
-def numbers(visitors: list[Visitor]) -> list[int]:
-    return [one.descriptor for one in visitors]
+def numbers(connections: list[AcceptedConnection]) -> list[int]:
+    return [one.descriptor for one in connections]
 
 
 def test_the_newest_of_the_largest_crowd_go() -> None:
-    admitted = inside(visitor(1, "10.0.0.9"), *(visitor(n) for n in range(2, 8)), visitor(8, "10.0.0.9"))
+    admitted = inside(connection(1, "10.0.0.9"), *(connection(n) for n in range(2, 8)), connection(8, "10.0.0.9"))
     assert numbers(admitted.too_many(waiting=())) == [7, 6, 5, 4]
     assert admitted.too_many(waiting=()) == []
     assert len(admitted) == 4
 
 
-def test_who_waits_at_the_door_is_counted_there() -> None:
-    admitted = inside(*(visitor(n) for n in range(6)))
+def test_one_that_is_pending_is_counted_there() -> None:
+    admitted = inside(*(connection(n) for n in range(6)))
     assert admitted.too_many(waiting={4, 5}) == []
     assert numbers(admitted.too_many(waiting={0})) == [5]
 
 
 def test_a_descriptor_that_came_again_is_the_newest() -> None:
-    admitted = inside(visitor(1), visitor(2), visitor(3))
-    admitted.came(visitor(1))
-    admitted.came(visitor(4))
+    admitted = inside(connection(1), connection(2), connection(3))
+    admitted.came(connection(1))
+    admitted.came(connection(4))
     admitted.left(2)
     admitted.left(2)
-    admitted.came(visitor(5))
-    admitted.came(visitor(6))
+    admitted.came(connection(5))
+    admitted.came(connection(6))
     assert numbers(admitted.too_many(waiting=())) == [6]
 
 
@@ -51,12 +51,12 @@ class Bytes:
     def __init__(self, **counts: int) -> None:
         self.counts: dict[int, int] = {}
 
-    def __call__(self, one: Visitor) -> int | None:
+    def __call__(self, one: AcceptedConnection) -> int | None:
         return self.counts.get(one.descriptor)
 
 
 def test_a_message_without_an_end_is_found_and_others_are_left_alone() -> None:
-    admitted, received = inside(visitor(1), visitor(2), visitor(3)), Bytes()
+    admitted, received = inside(connection(1), connection(2), connection(3)), Bytes()
     out: list[int] = []
     for turn in range(20):
         received.counts = {1: 90 * turn, 2: 90 * turn}  # of the third nothing can be known
@@ -67,14 +67,14 @@ def test_a_message_without_an_end_is_found_and_others_are_left_alone() -> None:
 
 
 def test_what_came_before_the_first_look_is_not_held_against_anybody() -> None:
-    admitted, received = inside(visitor(1)), Bytes()
+    admitted, received = inside(connection(1)), Bytes()
     received.counts[1] = 10_000
     assert not admitted.endless(received)
     assert not admitted.endless(received)
 
 
 def test_a_message_that_ended_just_before_the_look_is_forgiven() -> None:
-    admitted, received = inside(visitor(1)), Bytes()
+    admitted, received = inside(connection(1)), Bytes()
     assert not admitted.endless(received)
     for turn in range(1, 50):
         received.counts[1] = 150 * turn

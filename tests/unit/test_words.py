@@ -89,3 +89,34 @@ def test_sentences_are_plain() -> None:
 def test_what_is_not_plain_is_found(text: str) -> None:
     assert not_plain(text)
     assert not not_plain("A run resumes at exactly the next sample, with two round trips for each message.")
+
+
+COINED = {"door", "farewell", "lane", "lobby", "mail", "mailbox", "mailroom", "parcel", "trip", "visit", "visitor"}
+"""Nouns for what has an established name: connection, message, queue, channel, client."""
+ESTABLISHED = ("round_trip", "dtype_lanes")
+"""Names in which such a noun is the usual word; the second is a field of DLPack."""
+
+
+def names_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and name of everything that a file defines, imports or uses."""
+    yield 1, path.stem
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for field in ("id", "attr", "name", "arg", "asname", "module"):
+            if isinstance(name := getattr(node, field, None), str):
+                yield getattr(node, "lineno", 1), name
+
+
+def coined(name: str) -> set[str]:
+    words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().replace(".", "_")
+    for usual in ESTABLISHED:
+        words = words.replace(usual, "")
+    return {word.removesuffix("s") for word in words.split("_")} & COINED
+
+
+def test_no_name_is_a_coined_noun() -> None:
+    files = [*SOURCE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]
+    found = [f"{path.relative_to(ROOT)}:{line}: {name}" for path in files for line, name in names_of(path)]
+    assert [each for each in found if coined(each.rpartition(" ")[2])] == []
+    assert coined("ProbeDoor") == {"door"}
+    assert coined("link_visits") == {"visit"}
+    assert not coined("RoundTrips") | coined("stripped") | coined("planes")

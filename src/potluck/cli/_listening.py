@@ -25,6 +25,6 @@ def serve(
         listening.serve(turn, for_s)
 
 
-def visited(words: str) -> Callable[[str, str], None]:
+def reports_peer(words: str) -> Callable[[str, str], None]:
     """A callback that reports a peer on stderr."""
     return lambda name, address: click.echo(f"{clean(name)} ({address}) {words}", err=True)

@@ -63,6 +63,6 @@ def _rows(checked: FleetCheck, machines: Sequence[NamedMachine], usable: Sequenc
         state = "ready" if machine.name in checked.measured else state
         speed = f"{found.samples_per_s:.1f}" if found.samples_per_s else ""
         link = bits_text(found.link_bytes_per_s) if found.link_bytes_per_s else ""
-        trip = seconds_text(2 * found.latency_s) if found.latency_s is not None else ""
-        rows.append((machine.name, state, found.device, speed, link, trip))
+        round_trip = seconds_text(2 * found.latency_s) if found.latency_s is not None else ""
+        rows.append((machine.name, state, found.device, speed, link, round_trip))
     return rows

@@ -250,7 +250,7 @@ def _status(diagnosis: Diagnosis) -> int:
 
 def _listen(here: Facts, flags: DoctorFlags) -> int:
     """Answer the other machine until time or Ctrl-C ends it."""
-    from potluck.cli._listening import serve, visited
+    from potluck.cli._listening import reports_peer, serve
     from potluck.probe.listening import Listening
     from potluck.probe.meeting import Listener
     from potluck.spec.facts import Case
@@ -259,7 +259,7 @@ def _listen(here: Facts, flags: DoctorFlags) -> int:
         listener = Listener(listening.socket, here)
         try:
             _finish(Case(here=here), flags)
-            listener.visited = visited("connected to check the link")
+            listener.on_hello = reports_peer("connected to check the link")
             serve(listening, "doctor", listener.serve, flags["for_s"], token_on_stderr=flags["as_json"])
         finally:
             listener.close()

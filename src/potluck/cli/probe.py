@@ -172,7 +172,7 @@ def _quiet(words: str) -> None:
 
 def _listen(work: Measuring, flags: ProbeFlags) -> None:
     """Answer the other machine until time or Ctrl-C ends it."""
-    from potluck.cli._listening import serve, visited
+    from potluck.cli._listening import reports_peer, serve
     from potluck.probe.link_server import LinkServer
     from potluck.probe.listening import Listening
     from potluck.probe.measuring import DEVICE_PART
@@ -189,7 +189,7 @@ def _listen(work: Measuring, flags: ProbeFlags) -> None:
                 click.echo(checked.to_json(speed))
             elif speed.device:
                 show(device_lines(speed, columns()), sys.stdout)
-            server.visited = visited("connected to measure the link")
+            server.on_hello = reports_peer("connected to measure the link")
             serve(listening, "probe", server.serve, flags["for_s"], token_on_stderr=flags["as_json"])
         finally:
             server.close()

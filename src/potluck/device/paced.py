@@ -163,19 +163,19 @@ def _forward_work(model: nn.Module) -> dict[nn.Module, int]:
 def _backward_work(model: nn.Module) -> tuple[dict[Tensor, int], int]:
     """For each trained parameter the work that is finished when its gradient arrives, and the total work.
 
-    The backward visits the layers in reverse. Work without its own hook (of frozen parameters, and all visits to a
+    The backward visits the layers in reverse. Work without its own hook (of frozen parameters, and all uses of a
     tied one except the last) is finished by the next gradient; the rest by end().
     """
-    visits = _parameters(model)
-    visits_left = Counter(parameter for _, parameter, _ in visits)
+    uses = _parameters(model)
+    uses_left = Counter(parameter for _, parameter, _ in uses)
     work: dict[Tensor, int] = {}
     pending = 0
-    for _, parameter, elements in reversed(visits):
+    for _, parameter, elements in reversed(uses):
         pending += elements
-        visits_left[parameter] -= 1
-        if parameter.requires_grad and not visits_left[parameter]:
+        uses_left[parameter] -= 1
+        if parameter.requires_grad and not uses_left[parameter]:
             work[parameter], pending = pending, 0
-    return work, sum(elements for _, _, elements in visits)
+    return work, sum(elements for _, _, elements in uses)
 
 
 def make(argument: str) -> Pacing:

@@ -2,7 +2,7 @@
 
 Every process has one socket that receives (PULL) and, for each peer it sends to, one that sends (PUSH). Each
 process has a CURVE key pair. The public keys come with the endpoints, from the rendezvous; a connection with any
-other key is refused. A connection that has not shown a key is limited as at a host (wire/door.py).
+other key is refused. A connection that has not shown a key is limited as at a host (wire/admission.py).
 
 A peer whose connection broke counts as gone. ZeroMQ would reconnect, but unsent messages would be lost, and a
 collective must not continue without a message.
@@ -30,8 +30,7 @@ from potluck.dist.config import Resolved
 from potluck.errors import NetworkError, PortTakenError, PotluckError, WireError
 from potluck.limits import logical_cores
 from potluck.wire import gate
-from potluck.wire.admitted import Admitted
-from potluck.wire.door import (
+from potluck.wire.admission import (
     CURVE_OVERHEAD_BYTES,
     DISCONNECTED,
     HANDSHAKE_S,
@@ -40,8 +39,9 @@ from potluck.wire.door import (
     Monitor,
     Watch,
 )
+from potluck.wire.admitted import Admitted
 from potluck.wire.files import make_room
-from potluck.wire.lobby import Lobby
+from potluck.wire.pending import Pending
 
 _ZAP_DOMAIN = b"potluck-dist"
 _GRACE_S = 0.5
@@ -168,8 +168,9 @@ class Connections:
             limit = make_room()
             most = MOST_WAITING if limit is None else min(MOST_WAITING, limit // 4)
             batch = max(1, most // 4)
-            lobby, peers = Lobby(most=most, stays_s=HANDSHAKE_S), Admitted(most=sys.maxsize, most_bytes=sys.maxsize)
-            self._watch = Watch(self._context.socket, self._inbox, lobby, peers)
+            pending = Pending(most=most, stays_s=HANDSHAKE_S)
+            peers = Admitted(most=sys.maxsize, most_bytes=sys.maxsize)
+            self._watch = Watch(self._context.socket, self._inbox, pending, peers)
         try:
             port, held = gate.listen(self._inbox, address, port, batch)
         except PortTakenError as error:
@@ -325,7 +326,7 @@ class Connections:
             wait_s = min(wait_s, _ADMITTED_POLL_S)
         if self._zap.poll(int(wait_s * 1000)):
             self._authenticate()
-        for address in () if self._watch is None else self._watch.turned_away():
+        for address in () if self._watch is None else self._watch.refused():
             self._refused(address)
 
     def why_gone(self, endpoint: Endpoint, *, streaming: bool = False) -> str | None:

@@ -322,7 +322,7 @@ RUNNING: tuple[Signature, ...] = (
             r"same number of (?:processes|devices|gpus) (?:per|on each|on every|in each) (?:node|machine|host)"
             r"|DeviceMesh only supports? homogeneous|divisible by (?:the )?number of machines"
         ),
-        what="the launcher or the mesh wants as many processes on every machine",
+        what="the launcher or the device mesh wants as many processes on every machine",
         breaks="machines with different numbers of GPUs: refused, or some of the GPUs left out",
         fix="torchrun --nnodes 2 --nproc-per-node N …   (N may differ: plain DDP allows it)\n"
         "export CUDA_VISIBLE_DEVICES=0,1   (where there are more, to make them equal)",

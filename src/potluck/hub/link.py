@@ -34,13 +34,13 @@ from potluck.spec.messages import (
 from potluck.wire.frames import FROM_HOST, PROTOCOL, MalformedError, Received, VersionError, pack
 from potluck.wire.reach import NobodyListensError
 from potluck.wire.token import Token
-from potluck.wire.transport import GuestSocket, HungUpError
+from potluck.wire.transport import ClosedAtOnceError, GuestSocket
 
 ATTEMPT_S = 6.0
 """For one attempt to connect: the host ends a handshake that takes longer than 5 s."""
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
-HANG_UPS_BELIEVED = 3
+CLOSURES_BELIEVED = 3
 """After this many closed handshakes in a row it is another host. Fewer can happen when strangers fill the host's
 queue."""
 LAST_WORDS_S = 0.5
@@ -95,7 +95,7 @@ class GuestLink:
         """When the host was last heard, once its silence was reported."""
         self._lost_at: float | None = None
         self._put_out = False
-        self._hang_ups = 0
+        self._closures = 0
         self._told = 0.0
         self._preparing = False
         """The host has said that its training has not begun."""
@@ -201,7 +201,7 @@ class GuestLink:
         except BaseException:
             socket.close(linger_s=0.0)
             raise
-        self._hang_ups = 0
+        self._closures = 0
         self._control.clear()
         self._data.clear()
         hit("guest.sending", "hello")
@@ -214,8 +214,8 @@ class GuestLink:
 
     def _is_final(self, error: NetworkError) -> bool:
         """Whether trying again is useless."""
-        self._hang_ups = self._hang_ups + 1 if isinstance(error, HungUpError) else 0
-        return self._hang_ups >= HANG_UPS_BELIEVED if self._hang_ups else isinstance(error, RefusedError)
+        self._closures = self._closures + 1 if isinstance(error, ClosedAtOnceError) else 0
+        return self._closures >= CLOSURES_BELIEVED if self._closures else isinstance(error, RefusedError)
 
     def _run(self) -> None:
         try:

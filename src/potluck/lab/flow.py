@@ -107,7 +107,7 @@ class End:
 
     def close(self, *, reset: bool) -> None:
         self._set(0)
-        hang_up(self.socket, reset=reset)
+        close_socket(self.socket, reset=reset)
 
     def _set(self, events: int) -> None:
         if not self._wanted and events:
@@ -339,7 +339,7 @@ def prepare(member: socket.socket) -> None:
         member.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
 
 
-def hang_up(member: socket.socket, *, reset: bool) -> None:
+def close_socket(member: socket.socket, *, reset: bool) -> None:
     """Close a socket, in order or so that its peer sees a reset."""
     if reset:
         with contextlib.suppress(OSError):

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from potluck import checked
 from potluck.bounds import Many, Natural, Text
 from potluck.errors import ConfigError, NetworkError, PotluckError
-from potluck.lab.flow import Connection, Flow, hang_up, prepare
+from potluck.lab.flow import Connection, Flow, close_socket, prepare
 from potluck.lab.shaping import Bucket, Direction, Fault, Link, LinkSpec
 
 MOST_CONNECTIONS = 200
@@ -174,7 +174,7 @@ class Proxy:
         full = len(self.flow.connections) >= MOST_CONNECTIONS
         self.refused += full
         if full or time.monotonic() < link.resets_until:
-            hang_up(accepted, reset=True)
+            close_socket(accepted, reset=True)
         else:
             self.flow.connections.add(Connection(self.flow, link, accepted, target))
 

@@ -230,7 +230,7 @@ def from_both(
 def _found(tables: Sequence[tuple[str, Any]], model: Model, precision: str) -> list[_Named]:
     """The machines of all files, each once, with different names."""
     found: list[_Named] = []
-    visits: dict[str, bool] = {}
+    paired: dict[str, bool] = {}
     for where, table in tables:
         facts = checked.convert(table, FactsFile, where=where, error=UserError, hint=_AGAIN)
         measured = {m.name: m for m in facts.measured}
@@ -239,20 +239,20 @@ def _found(tables: Sequence[tuple[str, Any]], model: Model, precision: str) -> l
         ours += [_from_found(side, model, precision, where) for side in seen]
         if not ours:
             raise UserError(f"{where} names no machine", hint=_AGAIN)
-        visit = len(ours) > 1
+        pair = len(ours) > 1
         for named in ours:
             name = named.machine.name
             twin = next((one for one in found if one.machine.name == name), None)
-            if twin is not None and _is_same(twin, named, visit or visits[name]):
+            if twin is not None and _is_same(twin, named, pair or paired[name]):
                 continue  # the first word about a machine counts
             if twin is not None:
                 named = _renamed(named, {one.machine.name for one in found}, where)
-            visits[named.machine.name] = visit
+            paired[named.machine.name] = pair
             found.append(named)
     return found
 
 
-def _is_same(one: _Named, other: _Named, visit: bool) -> bool:
+def _is_same(one: _Named, other: _Named, pair: bool) -> bool:
     """Whether two entries with one name are the same machine: a host that was measured with each of its guests is,
     two lone machines are not.
 
@@ -260,7 +260,7 @@ def _is_same(one: _Named, other: _Named, visit: bool) -> bool:
     files about one machine each are about two machines, unless they are the same file.
     """
     a, b = one.machine, other.machine
-    return (a.device, a.memory_bytes) == (b.device, b.memory_bytes) if visit else a == b
+    return (a.device, a.memory_bytes) == (b.device, b.memory_bytes) if pair else a == b
 
 
 def _renamed(named: _Named, taken: set[str], where: str) -> _Named:

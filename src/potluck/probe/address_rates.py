@@ -10,7 +10,7 @@ from msgspec import structs
 
 from potluck.doctor.facts.system import System
 from potluck.errors import PotluckError
-from potluck.probe.link_visit import Visit
+from potluck.probe.link_client import LinkClient
 from potluck.spec.probed import ProbedPath, Way
 from potluck.wire.token import Token
 
@@ -48,15 +48,15 @@ def _measured(token: Token, name: str, used: bool, progress: Callable[[str], Non
     if end - time.monotonic() < _NEEDS_S:
         return ProbedPath(address=address, used=used, notes=("there was no time to measure it",))
     try:
-        visit = Visit(token, name, progress, end=end)
+        client = LinkClient(token, name, progress, end=end)
     except PotluckError as error:
         return ProbedPath(address=address, used=used, notes=(error.what,))
     try:
-        return visit.in_a_moment(System(), WAY_S, used=used)
+        return client.in_a_moment(System(), WAY_S, used=used)
     except PotluckError as error:
         return ProbedPath(address=address, used=used, notes=(error.what,))
     finally:
-        visit.close()
+        client.close()
 
 
 def _faster(one: ProbedPath, other: ProbedPath) -> ProbedPath:

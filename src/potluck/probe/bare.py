@@ -1,7 +1,7 @@
 """One plain TCP connection between two probes: the rate of the link without our stack, for comparison.
 
 Port and one-time secret are agreed over the encrypted connection. A client is served once, if it has the secret and
-comes from the visitor's own address.
+comes from the client's own address.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _GO = b"\x01"
 class Offer:
     """The listening side. Create it, send its port and secret, then run serve() in a thread; close() ends that."""
 
-    def __init__(self, bind: str, visitor: str, *, takes: bool, sends: bool, seconds: float) -> None:
-        """`visitor`: the only address that is admitted. Raises OSError if it cannot listen on `bind`."""
-        self._visitor, self._takes, self._sends, self._seconds = visitor, takes, sends, seconds
+    def __init__(self, bind: str, client: str, *, takes: bool, sends: bool, seconds: float) -> None:
+        """`client`: the only address that is admitted. Raises OSError if it cannot listen on `bind`."""
+        self._client, self._takes, self._sends, self._seconds = client, takes, sends, seconds
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self._server = socket.create_server((bind, 0), backlog=2)
         self.port: int = self._server.getsockname()[1]
@@ -76,7 +76,7 @@ class Offer:
                 link, (address, _) = self._server.accept()
             except OSError:
                 return None
-            if address == self._visitor and self._knows(link):
+            if address == self._client and self._knows(link):
                 return link
             link.close()
         return None
@@ -96,7 +96,7 @@ class Offer:
         return hmac.compare_digest(received, self.secret)
 
 
-def visit(address: str, port: int, secret: bytes, *, sends: bool, takes: bool, seconds: float) -> Rate | None:
+def measure(address: str, port: int, secret: bytes, *, sends: bool, takes: bool, seconds: float) -> Rate | None:
     """The connecting side. Returns the rate at which data arrived here. Raises OSError if it is not admitted."""
     with socket.create_connection((address, port), timeout=ACCEPT_S) as link:
         link.sendall(secret)
@@ -112,7 +112,7 @@ def exchange(link: socket.socket, *, sends: bool, takes: bool, seconds: float) -
     link.settimeout(_TURN_S)
     if not takes:
         _send(link, seconds)
-        with contextlib.suppress(OSError):  # the other side hangs up when it has seen enough
+        with contextlib.suppress(OSError):  # the other side closes the connection when it has seen enough
             link.settimeout(_PATIENCE_S)
             link.recv(1)
         return None

@@ -49,7 +49,7 @@ class Server:
             self._process.wait(2.0)
 
 
-def visit(address: str, port: int, *, reverse: bool, seconds: float) -> Rate | None:
+def measure(address: str, port: int, *, reverse: bool, seconds: float) -> Rate | None:
     """One test against such a server; None if it failed."""
     whole = max(1, math.ceil(seconds))
     command = [PROGRAM, "--client", address, "--port", str(port), "--time", str(whole), "--json"]

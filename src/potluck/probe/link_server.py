@@ -1,6 +1,6 @@
-"""The listening probe: answers another probe that has its token, and measures with it, one visitor at a time.
+"""The listening probe: answers another probe that has its token, and measures with it, one client at a time.
 
-The visitor decides what is measured next; all its sizes and times are bounded. `spec/probe_messages.py` has the
+The client decides what is measured next; all its sizes and times are bounded. `spec/probe_messages.py` has the
 messages. A doctor or a guest with this token is told that it cannot be served here.
 """
 
@@ -26,7 +26,6 @@ from potluck.spec.probe_messages import (
     ProbeBareResult,
     ProbeBusy,
     ProbeBye,
-    ProbeDoor,
     ProbeEcho,
     ProbeEnd,
     ProbeFlow,
@@ -35,6 +34,7 @@ from potluck.spec.probe_messages import (
     ProbeIperf,
     ProbeNo,
     ProbePiece,
+    ProbePort,
     ProbeReady,
     ProbeResult,
     ProbeTook,
@@ -47,7 +47,7 @@ from potluck.wire.token import local_addresses
 from potluck.wire.transport import HostSocket
 
 GRACE_S = 5.0
-"""A visitor that is silent for this long after its request makes room for the next."""
+"""A client that is silent for this long after its request makes room for the next."""
 ANY = "0.0.0.0"
 TO_LISTENER: Reader[ToListener] = Reader(get_args(ToListener))
 
@@ -76,9 +76,9 @@ class LinkServer:
     """Serves the probes that connect. All methods belong to one thread."""
 
     def __init__(
-        self, door: HostSocket, bind: str, speed: DeviceSpeed, *, iperf3: bool = True, bare_tcp: bool = True
+        self, socket: HostSocket, bind: str, speed: DeviceSpeed, *, iperf3: bool = True, bare_tcp: bool = True
     ) -> None:
-        self._door, self._bind, self._speed, self._bare_tcp = door, bind, speed, bare_tcp
+        self._socket, self._bind, self._speed, self._bare_tcp = socket, bind, speed, bare_tcp
         self._iperf3 = iperf3 and iperf.installed()
         self._flow: _PathFlow | None = None
         self._guest, self._until = b"", 0.0
@@ -86,14 +86,14 @@ class LinkServer:
         self._iperf: iperf.Server | None = None
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bare")
         self._block = memoryview(os.urandom(MOST_PIECE))
-        self.visited: Callable[[str, str], None] = lambda name, address: None
-        """Called with a visitor's name and address when it says hello."""
+        self.on_hello: Callable[[str, str], None] = lambda name, address: None
+        """Called with a client's name and address when it says hello."""
 
     def serve(self, timeout_s: float) -> None:
         """Answer the arrived messages and send what is due. Waits up to `timeout_s`."""
-        for peer, frames in self._door.receive(self.send_due(timeout_s)):
+        for peer, frames in self._socket.receive(self.send_due(timeout_s)):
             with contextlib.suppress(WireError):
-                self.answer(peer, *TO_LISTENER.read(frames), self._door.address_of(frames))
+                self.answer(peer, *TO_LISTENER.read(frames), self._socket.address_of(frames))
         self.settle()
 
     def settle(self) -> None:
@@ -115,9 +115,9 @@ class LinkServer:
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._iperf is not None:
             self._iperf.close()
-        self._door.close()
+        self._socket.close()
 
-    # -- what visitors say ------------------------------------------------------------------------------
+    # -- what clients say ------------------------------------------------------------------------------
 
     def answer(self, peer: bytes, message: ToListener, frames: Sequence[bytes | memoryview], address: str) -> None:
         guest, flow = peer[:-1], self._flow
@@ -136,7 +136,7 @@ class LinkServer:
                 speed = msgspec.json.encode(self._speed)
                 self._send(peer, ProbeHelloBack(id=message.id, iperf3=self._iperf3), speed)
                 if message.first:
-                    self.visited(printable(message.name, 60), address)
+                    self.on_hello(printable(message.name, 60), address)
             case ProbeBye():
                 self._until = 0.0 if guest == self._guest else self._until
                 self._flow = None if guest == self._guest else flow
@@ -146,7 +146,7 @@ class LinkServer:
                 self._send(peer, UnknownMessage(probe=True))
 
     def _measure(self, peer: bytes, message: ProbeFlow | ProbeEnd | ProbeBare | ProbeIperf, address: str) -> None:
-        """Resources that only one visitor can use at a time."""
+        """Resources that only one client can use at a time."""
         now, guest = time.monotonic(), peer[:-1]
         taken = guest != self._guest and now < self._until
         # One whose connection is gone cannot be written to: the next need not wait for its time to pass.
@@ -165,7 +165,7 @@ class LinkServer:
                 self._start_iperf(peer, message)
 
     def _send(self, peer: bytes, message: FromListener, *frames: bytes) -> bool:
-        return self._door.send(peer, pack(message, frames))
+        return self._socket.send(peer, pack(message, frames))
 
     # -- our own way ------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class LinkServer:
             return timeout_s
         while size := flow.window.piece(now):
             piece = pack(ProbePiece(flow=flow.number), (self._block[:size],))
-            if not self._door.send(flow.guest + b"d", piece):
+            if not self._socket.send(flow.guest + b"d", piece):
                 return min(timeout_s, FULL_S)
             flow.window.sent += size
         return min(timeout_s, SENDING_S)
@@ -236,9 +236,9 @@ class LinkServer:
             self._send(peer, ProbeNo(id=asked.id, why=str(error.strerror or error)[:100]))
             return
         future = self._pool.submit(offer.serve)
-        future.add_done_callback(lambda _: self._door.wake())
+        future.add_done_callback(lambda _: self._socket.wake())
         self._offer = (peer, asked.id, offer, future)
-        self._send(peer, ProbeDoor(id=asked.id, port=offer.port, secret=offer.secret.hex()))
+        self._send(peer, ProbePort(id=asked.id, port=offer.port, secret=offer.secret.hex()))
 
     def _start_iperf(self, peer: bytes, asked: ProbeIperf) -> None:
         if self._iperf is not None:
@@ -251,7 +251,7 @@ class LinkServer:
         except OSError as error:
             self._send(peer, ProbeNo(id=asked.id, why=str(error.strerror or error)[:100]))
             return
-        self._send(peer, ProbeDoor(id=asked.id, port=self._iperf.port))
+        self._send(peer, ProbePort(id=asked.id, port=self._iperf.port))
 
 
 def _is_of(flow: _PathFlow, guest: bytes, message: ProbePiece | ProbeTook | ProbeEnd) -> bool:
@@ -259,7 +259,7 @@ def _is_of(flow: _PathFlow, guest: bytes, message: ProbePiece | ProbeTook | Prob
 
 
 def _result(future: Future[Rate | None]) -> Rate | None:
-    """A failure of a visitor's bare connection does not end this listener."""
+    """A failure of a client's bare connection does not end this listener."""
     try:
         return future.result()
     except (OSError, ValueError):

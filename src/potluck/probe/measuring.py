@@ -59,9 +59,9 @@ class Measuring:
         link_s = self.seconds - device_s
         here = self.measure_device(device_s, say)
         if self.token is not None:
-            from potluck.probe import link_visit
+            from potluck.probe import link_client
 
-            there, paths = link_visit.measure(self.token, self.name, link_s, say, iperf3=self.iperf3)
+            there, paths = link_client.measure(self.token, self.name, link_s, say, iperf3=self.iperf3)
             if there.name == here.name:
                 there = replace(there, name=f"{there.name}-2")
             return Probed(here=here, there=there, paths=paths)

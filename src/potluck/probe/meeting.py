@@ -23,8 +23,8 @@ from potluck.doctor.facts.interfaces import family_of, route_to
 from potluck.doctor.facts.system import System
 from potluck.errors import PotluckError, WireError
 from potluck.probe import address_rates
+from potluck.probe.link_client import FROM_LISTENER
 from potluck.probe.link_server import TO_LISTENER, LinkServer, no_host
-from potluck.probe.link_visit import FROM_LISTENER
 from potluck.probe.measuring import Say
 from potluck.probe.tcp_attempts import COMMON_PORTS, TRY_S, number_of, tried, tried_all
 from potluck.spec.facts import (
@@ -50,7 +50,7 @@ from potluck.spec.probe_messages import (
 )
 from potluck.spec.probed import DeviceSpeed, ProbedPath
 from potluck.units import printable
-from potluck.wire.door import HANDSHAKE_S
+from potluck.wire.admission import HANDSHAKE_S
 from potluck.wire.frames import Received, pack
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket, HostSocket
@@ -60,7 +60,7 @@ LIMIT_S = 20.0
 _LAST_S = 2.0
 """The part of LIMIT_S reserved for starting, the end of a failed handshake and printing."""
 ANSWER_S = 3.0
-VISIT_S = 10.0
+SESSION_S = 10.0
 """Time limit for all questions together."""
 LEAST_S = 0.05
 BACK_S = 2.0
@@ -127,18 +127,18 @@ def meet(
         others = [(first, other, False) for other in COMMON_PORTS if other != token.port]
         reaches += tried_all(system, facts.name, others, timeout_s=_within(end, TRY_S / 2))
         return Between(target="a token", reaches=reaches), None
-    visit = _DoctorVisit(facts, progress, end)
+    client = _DoctorClient(facts, progress, end)
     try:
-        there = visit.run(token, back_port)
+        there = client.run(token, back_port)
         if there is not None:
-            visit.measure(token, [r.address for r in reaches if r.outcome == CONNECTED])
+            client.measure(token, [r.address for r in reaches if r.outcome == CONNECTED])
     finally:
-        visit.close()
-    return visit.between(reaches), there
+        client.close()
+    return client.between(reaches), there
 
 
-class _DoctorVisit:
-    """One visit at a doctor or a host."""
+class _DoctorClient:
+    """One connection to a doctor or a host."""
 
     def __init__(self, facts: Facts, progress: Say, end: float) -> None:
         self._facts, self._progress = facts, progress
@@ -161,7 +161,7 @@ class _DoctorVisit:
             self._handshake = error.what
             return None
         self._handshake = "ok"
-        self._end = min(self._end, time.monotonic() + VISIT_S)
+        self._end = min(self._end, time.monotonic() + SESSION_S)
         began = time.monotonic()
         received = self._ask(about(self._facts))
         answer = received.message if received is not None else None
@@ -295,21 +295,21 @@ def _facts_in(frames: Sequence[bytes | memoryview]) -> Facts | None:
 class Listener:
     """Answers doctors that have the token. All methods belong to one thread."""
 
-    def __init__(self, door: HostSocket, facts: Facts) -> None:
-        self._door, self._facts = door, facts
+    def __init__(self, host_socket: HostSocket, facts: Facts) -> None:
+        self._socket, self._facts = host_socket, facts
         self._tries: list[tuple[bytes, int, Future[Reach]]] = []
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="back")
-        self._link = LinkServer(door, "", DeviceSpeed(name=facts.name), iperf3=False, bare_tcp=False)
-        self.visited: Callable[[str, str], None] = lambda name, address: None
-        """Called with a visitor's name and address when it says hello."""
+        self._link = LinkServer(host_socket, "", DeviceSpeed(name=facts.name), iperf3=False, bare_tcp=False)
+        self.on_hello: Callable[[str, str], None] = lambda name, address: None
+        """Called with a client's name and address when it says hello."""
         self.learned: Callable[[Facts], None] = lambda facts: None
-        """Called with a visitor's facts."""
+        """Called with a client's facts."""
 
     def serve(self, timeout_s: float) -> None:
         """Answer the arrived messages. Waits up to `timeout_s`."""
-        for peer, frames in self._door.receive(self._link.send_due(timeout_s)):
+        for peer, frames in self._socket.receive(self._link.send_due(timeout_s)):
             with contextlib.suppress(WireError):
-                (message, payload), address = TO_LISTENER.read(frames), self._door.address_of(frames)
+                (message, payload), address = TO_LISTENER.read(frames), self._socket.address_of(frames)
                 if isinstance(message, HelloMessage):
                     self._send(peer, no_host("doctor"))
                 elif isinstance(message, ToDoctor):
@@ -330,16 +330,16 @@ class Listener:
         match message:
             case DoctorHello():
                 self._send(peer, structs.replace(about(self._facts), id=message.id, measures=True))
-                self.visited(printable(message.name, 60), address)
+                self.on_hello(printable(message.name, 60), address)
             case DoctorBulk():
                 self._send(peer, DoctorGot(id=message.id))
             case DoctorAsk():
                 self._send(peer, DoctorBulk(id=message.id), bytes(message.bytes))
             case DoctorBack():
-                # Only to the visitor's own address: nobody can have this machine connect elsewhere.
+                # Only to the client's own address: nobody can have this machine connect elsewhere.
                 if _is_number(address) and len(self._tries) < 8:
                     future = self._pool.submit(tried, self._facts.name, address, message.port, timeout_s=BACK_S)
-                    future.add_done_callback(lambda _: self._door.wake())
+                    future.add_done_callback(lambda _: self._socket.wake())
                     self._tries.append((peer, message.id, future))
             case DoctorFacts():
                 facts = msgspec.json.encode(self._facts)
@@ -348,4 +348,4 @@ class Listener:
                     self.learned(theirs)
 
     def _send(self, peer: bytes, message: FromListener, *frames: bytes) -> None:
-        self._door.send(peer, pack(message, frames))
+        self._socket.send(peer, pack(message, frames))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from potluck.report.line import cut
-from potluck.report.plot_style import COMPUTE, FAULT, GREY, INK, LANE, RECEIVE, SEND, WAIT, colour_of, new_figure
+from potluck.report.plot_style import COMPUTE, FAULT, GREY, GROUND, INK, RECEIVE, SEND, WAIT, colour_of, new_figure
 from potluck.spec.outcome import Interval, Outcome
 from potluck.spec.results import Results, Row
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST_MACHINES = 8
-_LANE_IN = 0.44
+_ROW_IN = 0.44
 _HEAD_IN = 0.52
 _GAP_IN = 0.26
 _TOP_IN = 0.86
@@ -27,9 +27,9 @@ _BOTTOM_IN = 0.62
 _WIDTH_IN = 11.0
 _RIGHT_IN = 1.15
 _MOST_NAME = 24
-# In a lane of height 1: middle and height of each track, upwards.
+# In a row of height 1: middle and height of each track, upwards.
 _TRACKS = {"compute": (0.0, 0.40, COMPUTE), "send": (0.30, 0.13, SEND), "receive": (-0.30, 0.13, RECEIVE)}
-_LANE = 0.84
+_ROW_PART = 0.84
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def draw_timeline(results: Results, outcomes: Sequence[Outcome]) -> Figure | Non
     if not groups:
         return None
     window_s = groups[0].seconds
-    inner = sum(_HEAD_IN + _LANE_IN * len(g.machines) for g in groups) + _GAP_IN * (len(groups) - 1)
+    inner = sum(_HEAD_IN + _ROW_IN * len(g.machines) for g in groups) + _GAP_IN * (len(groups) - 1)
     height = _TOP_IN + inner + _BOTTOM_IN
     left = max(1.25, 0.4 + 0.085 * min(_MOST_NAME, max(len(name) for g in groups for name in g.machines)))
     figure = new_figure(_WIDTH_IN, height)
@@ -68,7 +68,7 @@ def draw_timeline(results: Results, outcomes: Sequence[Outcome]) -> Figure | Non
     top = 0.0
     for group in groups:
         _draw_group(axes, group, top, window_s, results.warm_up_steps)
-        top += _HEAD_IN + _LANE_IN * len(group.machines) + _GAP_IN
+        top += _HEAD_IN + _ROW_IN * len(group.machines) + _GAP_IN
     _frame(axes)
     _head(figure, results, height)
     return figure
@@ -176,12 +176,12 @@ def _draw_group(axes: Axes, group: TimelineWindow, top: float, window_s: float, 
     until = min(window_s, outcome.steps[-1].ended_at - start)
     _draw_head(axes, group, top, window_s, until)
     for number, machine in enumerate(group.machines):
-        middle = top + _HEAD_IN + (number + 0.5) * _LANE_IN
+        middle = top + _HEAD_IN + (number + 0.5) * _ROW_IN
         own = [i for i in outcome.intervals if i.machine == machine]
-        axes.barh(middle, until, height=_LANE * _LANE_IN, color=LANE, zorder=1)
+        axes.barh(middle, until, height=_ROW_PART * _ROW_IN, color=GROUND, zorder=1)
         for kind, (offset, height, colour) in _TRACKS.items():
             bars = joined((i for i in own if i.kind == kind), start, start + until, window_s / 1500)
-            low = middle - offset * _LANE_IN - height * _LANE_IN / 2
+            low = middle - offset * _ROW_IN - height * _ROW_IN / 2
             if kind == "compute":  # a machine that is present and does not compute waits
                 there = joined(presence(outcome, machine), start, start + until, 0.0)
                 _bars(axes, there, low, height, WAIT)
@@ -197,7 +197,7 @@ def _draw_group(axes: Axes, group: TimelineWindow, top: float, window_s: float, 
 
 def _draw_faults(axes: Axes, group: TimelineWindow, machine: str, middle: float, until: float) -> None:
     """A frame around the time of a machine's fault, with its description."""
-    low, high = middle - _LANE * _LANE_IN / 2, middle + _LANE * _LANE_IN / 2
+    low, high = middle - _ROW_PART * _ROW_IN / 2, middle + _ROW_PART * _ROW_IN / 2
     for fault in group.outcome.faults:
         left, right = max(fault.start - group.start, 0.0), min(fault.end - group.start, until)
         if fault.machine != machine or right < left or fault.start - group.start > until:
@@ -209,7 +209,7 @@ def _draw_faults(axes: Axes, group: TimelineWindow, machine: str, middle: float,
 
 def _bars(axes: Axes, bars: Sequence[tuple[float, float]], low: float, height: float, colour: str) -> None:
     spans = [(begin, end - begin) for begin, end in bars]
-    axes.broken_barh(spans, (low, height * _LANE_IN), color=colour, linewidth=0, zorder=2)
+    axes.broken_barh(spans, (low, height * _ROW_IN), color=colour, linewidth=0, zorder=2)
 
 
 def _draw_head(axes: Axes, group: TimelineWindow, top: float, window_s: float, until: float) -> None:
@@ -235,7 +235,7 @@ def _draw_head(axes: Axes, group: TimelineWindow, top: float, window_s: float, u
         color=INK,
         annotation_clip=False,
     )
-    bottom = top + _HEAD_IN + _LANE_IN * len(group.machines)
+    bottom = top + _HEAD_IN + _ROW_IN * len(group.machines)
     begin = group.outcome.started_at
     for step in group.outcome.steps:
         left, right = max(begin - group.start, 0.0), min(step.ended_at - group.start, until)

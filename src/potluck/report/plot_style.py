@@ -21,7 +21,7 @@ COMPUTE = "#0072b2"
 SEND = "#d55e00"
 RECEIVE = "#009e73"
 WAIT = "#d3d8df"
-LANE = "#f4f5f7"
+GROUND = "#f4f5f7"
 FAULT = "#cc3311"
 
 _STRATEGIES = {

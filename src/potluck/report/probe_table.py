@@ -139,8 +139,8 @@ def _path(path: ProbedPath, probed: Probed, width: int) -> Iterator[Line]:
         yield from _note(note, width)
 
 
-def _round_trips(trips: RoundTrips) -> str:
-    return f"{_ms(trips.p50_s)}, p99 {_ms(trips.p99_s)}, jitter {_ms(trips.jitter_s)}"
+def _round_trips(times: RoundTrips) -> str:
+    return f"{_ms(times.p50_s)}, p99 {_ms(times.p99_s)}, jitter {_ms(times.jitter_s)}"
 
 
 def _rates(ways: list[tuple[str, Way]]) -> Iterator[Line]:

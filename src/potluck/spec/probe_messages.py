@@ -7,9 +7,9 @@ one.
     probe.echo    a small message                         -> probe.echo
     probe.flow    take, send or both for some seconds     -> probe.ready; then probe.piece, answered by probe.took
     probe.end     the flow is over                        -> probe.result: what arrived, and what was sent
-    probe.bare    the same over plain TCP                 -> probe.door: a port and its one-time secret
+    probe.bare    the same over plain TCP                 -> probe.port: a port and its one-time secret
                                                           -> probe.bare, when it is over: what arrived
-    probe.iperf   an iperf3 for one test                  -> probe.door: its port
+    probe.iperf   an iperf3 for one test                  -> probe.port: its port
     probe.bye     the next one may come
 
     doctor.hello  who I am, which versions                -> doctor.hello
@@ -113,7 +113,7 @@ class ProbeBare(Question, frozen=True, kw_only=True):
     send: bool = False
     seconds: Flowing
     address: Short = ""
-    """The address at which the visitor reaches this machine."""
+    """The address at which the client reaches this machine."""
 
 
 class ProbeBareResult(Question, frozen=True, kw_only=True):
@@ -128,8 +128,8 @@ class ProbeIperf(Question, frozen=True, kw_only=True):
     address: Short = ""
 
 
-class ProbeDoor(Question, frozen=True, kw_only=True):
-    kind = "probe.door"
+class ProbePort(Question, frozen=True, kw_only=True):
+    kind = "probe.port"
     port: PortNumber
     secret: Short = ""
     """Hexadecimal."""
@@ -206,7 +206,7 @@ FromProbe = (
     | ProbeTook
     | ProbeResult
     | ProbeBareResult
-    | ProbeDoor
+    | ProbePort
     | ProbeBusy
     | ProbeNo
 )

@@ -55,7 +55,7 @@ class Bar(Struct, frozen=True, array_like=True):
     end_s: float
 
 
-class Lane(Struct, frozen=True, kw_only=True):
+class TimelineRow(Struct, frozen=True, kw_only=True):
     """One machine in a timeline."""
 
     name: str
@@ -68,7 +68,7 @@ class TimelineStep(Struct, frozen=True, kw_only=True):
 
     step: int
     seconds: float
-    lanes: tuple[Lane, ...]
+    rows: tuple[TimelineRow, ...]
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
     """Length of the window."""
     marks: tuple[tuple[float, str], ...]
     """Where steps end, with their labels."""
-    lanes: tuple[Lane, ...]
+    rows: tuple[TimelineRow, ...]
 
 
 class Curves(Struct, frozen=True, kw_only=True):

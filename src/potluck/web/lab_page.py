@@ -10,7 +10,7 @@ from potluck.report.text import clean
 from potluck.spec.outcome import Outcome
 from potluck.spec.results import Results
 from potluck.units import percent_text
-from potluck.web.content import Bar, Lane, Page, Timeline
+from potluck.web.content import Bar, Page, Timeline, TimelineRow
 
 _TRACKS = ("compute", "send", "receive")
 
@@ -45,11 +45,11 @@ def _timeline(window: TimelineWindow, warm_up: int) -> Timeline:
         note=", ".join(notes),
         seconds=round(window.seconds, 4),
         marks=tuple(marks),
-        lanes=tuple(_lane(window, name, warm_up) for name in window.machines),
+        rows=tuple(_row(window, name, warm_up) for name in window.machines),
     )
 
 
-def _lane(window: TimelineWindow, name: str, warm_up: int) -> Lane:
+def _row(window: TimelineWindow, name: str, warm_up: int) -> TimelineRow:
     outcome, start, end = window.outcome, window.start, window.start + window.seconds
     bars = [Bar("wait", *_rounded(span)) for span in joined(presence(outcome, name), start, end, 0.0)]
     own = [i for i in outcome.intervals if i.machine == name]
@@ -61,7 +61,7 @@ def _lane(window: TimelineWindow, name: str, warm_up: int) -> Lane:
             bars.append(Bar("fault", *_rounded((max(0.0, fault.start - start), min(fault.end, end) - start))))
     share = busy_share(outcome, name, warm_up)
     note = f"computes {percent_text(share)}" if share is not None else ""
-    return Lane(name=clean(name), note=note, bars=tuple(bars))
+    return TimelineRow(name=clean(name), note=note, bars=tuple(bars))
 
 
 def _rounded(span: tuple[float, float]) -> tuple[float, float]:

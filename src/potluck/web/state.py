@@ -33,10 +33,10 @@ from potluck.web.content import (
     Bar,
     Curves,
     Headline,
-    Lane,
     Page,
     PageMachine,
     PageNotice,
+    TimelineRow,
     TimelineStep,
 )
 from potluck.web.curves import Series
@@ -400,15 +400,15 @@ def _bare(rate: float | None) -> str:
 
 def timeline_step(event: StepEnded) -> TimelineStep:
     total = sum(m.samples for m in event.machines)
-    lanes = []
+    rows = []
     for machine in event.machines:
         bars = _host_bars(event, machine) if machine.role == "host" else _guest_bars(event, machine)
         note = percent_text(machine.samples / total) if machine.samples and total else clean(machine.state)
         clipped = (Bar(b.kind, round(max(0.0, b.start_s), 4), round(min(event.step_s, b.end_s), 4)) for b in bars)
-        lanes.append(
-            Lane(name=clean(machine.name), note=note, bars=tuple(b for b in clipped if b.end_s > b.start_s))
+        rows.append(
+            TimelineRow(name=clean(machine.name), note=note, bars=tuple(b for b in clipped if b.end_s > b.start_s))
         )
-    return TimelineStep(step=event.step, seconds=round(event.step_s, 4), lanes=tuple(lanes))
+    return TimelineStep(step=event.step, seconds=round(event.step_s, 4), rows=tuple(rows))
 
 
 def _host_bars(event: StepEnded, machine: MachineFigures) -> Sequence[Bar]:

@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
-from potluck.wire.lobby import Visitor
+from potluck.wire.pending import AcceptedConnection
 
 
 @dataclass(slots=True)
 class _GuestConnection:
-    visitor: Visitor
+    accepted: AcceptedConnection
     messages: int = 0
     counted: int = -1
     """Number of messages at the last check."""
@@ -37,9 +37,9 @@ class Admitted:
     def __len__(self) -> int:
         return len(self._connections)
 
-    def came(self, visitor: Visitor) -> None:
-        self._connections.pop(visitor.descriptor, None)  # the newest is always the last
-        self._connections[visitor.descriptor] = _GuestConnection(visitor)
+    def came(self, accepted: AcceptedConnection) -> None:
+        self._connections.pop(accepted.descriptor, None)  # the newest is always the last
+        self._connections[accepted.descriptor] = _GuestConnection(accepted)
 
     def spoke(self, descriptor: int) -> None:
         """A complete message of this connection has been read."""
@@ -49,39 +49,39 @@ class Admitted:
     def left(self, descriptor: int) -> None:
         self._connections.pop(descriptor, None)
 
-    def too_many(self, waiting: Container[int]) -> list[Visitor]:
+    def too_many(self, waiting: Container[int]) -> list[AcceptedConnection]:
         """The connections to close if there are too many: the newest ones of the address with the most."""
         if len(self._connections) <= self.most:
             return []
-        inside = [c.visitor for number, c in self._connections.items() if number not in waiting]
-        crowds = Counter(visitor.address for visitor in inside)
-        out: list[Visitor] = []
+        inside = [c.accepted for number, c in self._connections.items() if number not in waiting]
+        crowds = Counter(accepted.address for accepted in inside)
+        out: list[AcceptedConnection] = []
         while len(inside) > self.most:
             crowd = max(crowds, key=lambda address: crowds[address])
-            visitor = next(v for v in reversed(inside) if v.address == crowd)
+            accepted = next(v for v in reversed(inside) if v.address == crowd)
             crowds[crowd] -= 1
-            inside.remove(visitor)
-            self.left(visitor.descriptor)
-            out.append(visitor)
+            inside.remove(accepted)
+            self.left(accepted.descriptor)
+            out.append(accepted)
         return out
 
-    def endless(self, received_bytes: Callable[[Visitor], int | None]) -> list[Visitor]:
+    def endless(self, received_bytes: Callable[[AcceptedConnection], int | None]) -> list[AcceptedConnection]:
         """The connections to close because of an endless message. Call it after all complete messages were read.
 
         `received_bytes` gives the bytes received on a connection so far.
 
         A message may have ended between that reading and this check, so only the second check in a row counts.
         """
-        out: list[Visitor] = []
+        out: list[AcceptedConnection] = []
         for connection in list(self._connections.values()):
-            received = received_bytes(connection.visitor)
+            received = received_bytes(connection.accepted)
             if received is None:
                 continue
             if connection.messages != connection.counted:
                 connection.counted, connection.mark_bytes = connection.messages, received
             too_long = received - connection.mark_bytes > self.most_bytes
             if too_long and connection.too_long:
-                self.left(connection.visitor.descriptor)
-                out.append(connection.visitor)
+                self.left(connection.accepted.descriptor)
+                out.append(connection.accepted)
             connection.too_long = too_long
         return out

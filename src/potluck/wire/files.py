@@ -21,9 +21,9 @@ FEWEST_FILES = 256
 """The fewest open files with which a host listens."""
 RESERVED_FILES = 512
 """Files kept for the training itself (data sets, checkpoints, libraries); at most half of the limit."""
-FEWEST_AT_DOOR = 40
+FEWEST_CONNECTIONS = 40
 """The fewest connections with which a host listens: a few guests, and some unauthenticated ones."""
-_OF_THE_DOOR = 24
+_OF_ZEROMQ = 24
 """Files that ZeroMQ and its threads open themselves."""
 _HINT = f"raise the limit first: ulimit -n {WANTED_FILES}"
 
@@ -65,7 +65,7 @@ def open_now() -> int:
     return 0 if sys.platform == "win32" else psutil.Process().num_fds()
 
 
-def room_at_door(limit: int | None, in_use: int) -> Room:
+def connection_room(limit: int | None, in_use: int) -> Room:
     """The limits on connections, given `limit` open files of which `in_use` are open; ConfigError if too few."""
     most = Room()
     if limit is None:
@@ -75,8 +75,8 @@ def room_at_door(limit: int | None, in_use: int) -> Room:
             f"only {limit} files may be open at once here, and a host needs at least {FEWEST_FILES} to listen",
             hint=_HINT,
         )
-    left = limit - in_use - _OF_THE_DOOR - min(RESERVED_FILES, limit // 2)
-    if left < FEWEST_AT_DOOR:
+    left = limit - in_use - _OF_ZEROMQ - min(RESERVED_FILES, limit // 2)
+    if left < FEWEST_CONNECTIONS:
         raise ConfigError(
             f"{in_use} of {limit} files that may be open at once are open already: too few are left to listen",
             hint=_HINT,

@@ -22,8 +22,7 @@ import zmq
 from potluck.errors import ConfigError, NetworkError, RefusedError, WireError
 from potluck.limits import usable_memory
 from potluck.spec.messages import Channel
-from potluck.wire.admitted import Admitted
-from potluck.wire.door import (
+from potluck.wire.admission import (
     CURVE_OVERHEAD_BYTES,
     DISCONNECTED,
     FAILED_AUTH,
@@ -31,11 +30,12 @@ from potluck.wire.door import (
     FAILED_PROTOCOL,
     HANDSHAKE_S,
     SUCCEEDED,
-    Door,
+    Authenticator,
     Monitor,
     SocketMaker,
 )
-from potluck.wire.files import make_room, open_now, room_at_door, warning_of
+from potluck.wire.admitted import Admitted
+from potluck.wire.files import connection_room, make_room, open_now, warning_of
 from potluck.wire.frames import MAX_FRAME_BYTES, MAX_FRAMES, MAX_PARTS, PART_BYTES, cut, joined
 from potluck.wire.gate import listen
 from potluck.wire.keys import HostKeys, public_of
@@ -71,7 +71,7 @@ _NEVER_MS = 24 * 3600 * 1000
 """The reconnect interval. -1 ("do not reconnect") would discard unread messages from before the disconnect."""
 
 
-class HungUpError(RefusedError):
+class ClosedAtOnceError(RefusedError):
     """The host closed the connection during the handshake: it is not the token's host, or too many strangers
     connect at the moment."""
 
@@ -93,7 +93,7 @@ class HostSocket:
         if not 0 <= port < 65536:
             raise ConfigError(f"{port} is not a port", hint="ports are 1 to 65535; 0 picks a free one")
         limit = make_room()
-        room = room_at_door(limit, open_now())
+        room = connection_room(limit, open_now())
         self.warning = warning_of(limit, room)
         self._station = _Station(self)
         try:
@@ -104,16 +104,17 @@ class HostSocket:
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
             inside = Admitted(most=room.inside, most_bytes=MOST_UNREAD_BYTES)
-            self._door = Door(self._station.socket, self._socket, keys.guest_public, on_denied, room, inside)
+            guests_key = keys.guest_public
+            self._auth = Authenticator(self._station.socket, self._socket, guests_key, on_denied, room, inside)
             self._looked = time.monotonic()
             self._queued = Queued(most_bytes=budget_bytes(usable_memory()[0]))
-            self._station.before_closing = self._door.watch.close
+            self._station.before_closing = self._auth.watch.close
             self.port, entrance = listen(self._socket, bind, port, room.batch)
-            self._door.watch.keep(entrance)
+            self._auth.watch.keep(entrance)
         except BaseException:
             self._station.close()
             raise
-        self._poller = self._station.poller(self._socket, self._door.zap)
+        self._poller = self._station.poller(self._socket, self._auth.socket)
 
     def receive(self, timeout_s: float) -> list[tuple[bytes, list[memoryview]]]:
         """The arrived messages, as (peer, frames). Waits up to `timeout_s` for the first, or for wake().
@@ -125,7 +126,7 @@ class HostSocket:
             while True:
                 self._poller.poll(_milliseconds(deadline))
                 woken = self._station.waker.drain()
-                self._door.serve()
+                self._auth.serve()
                 received = _receive(self._socket, MAX_MESSAGES_PER_CALL, MAX_PARTS)
                 messages = [(bytes(peer), joined(parts)) for peer, *parts in received if self._says(peer, parts)]
                 self._look()
@@ -138,7 +139,7 @@ class HostSocket:
         frame = parts[-1].obj if parts else None
         if isinstance(frame, zmq.Frame):
             with contextlib.suppress(zmq.ZMQError):
-                self._door.watch.heard(int(frame.get(zmq.SRCFD)), bytes(peer))
+                self._auth.watch.heard(int(frame.get(zmq.SRCFD)), bytes(peer))
         return not knock
 
     def _look(self) -> None:
@@ -147,7 +148,7 @@ class HostSocket:
         if now - self._looked > LOOK_S and not self._socket.poll(0):
             self._looked = now
             self._queued.look(now)
-            self._door.watch.hang_up_on_the_endless()
+            self._auth.watch.close_endless()
 
     @staticmethod
     def address_of(frames: Sequence[Frame]) -> str:
@@ -181,7 +182,7 @@ class HostSocket:
         """
         stuck = self._queued.stuck(time.monotonic())
         for peer, _ in stuck:
-            self._door.watch.hang_up(peer)
+            self._auth.watch.close_named(peer)
         return stuck
 
     def wake(self) -> None:
@@ -230,7 +231,7 @@ class GuestSocket:
     def handshake(self, timeout_s: float = HANDSHAKE_S) -> None:
         """Wait until the host has admitted both connections.
 
-        Raises RefusedError: it is a host that does not accept this token (HungUpError: or too many strangers
+        Raises RefusedError: it is a host that does not accept this token (ClosedAtOnceError: or too many strangers
         connected to it). NetworkError: it is no host, or it is silent.
         """
         deadline = time.monotonic() + timeout_s
@@ -303,11 +304,11 @@ class GuestSocket:
         if any(link.failure == FAILED_AUTH for link in self._links):
             raise RefusedError(f"the host at {where} refused this token", hint=fresh)
         answer = who_answers(self._number, self._port, timeout_s=_GREETING_S)
-        turned_away = any(link.failure is not None for link in self._links)
-        if answer is PortAnswer.CURVE and turned_away and after_s < HANDSHAKE_S / 2:
-            raise HungUpError(f"the host at {where} is not the host of this token", hint=fresh)
-        if answer is PortAnswer.SILENT and turned_away:
-            raise HungUpError(
+        refused = any(link.failure is not None for link in self._links)
+        if answer is PortAnswer.CURVE and refused and after_s < HANDSHAKE_S / 2:
+            raise ClosedAtOnceError(f"the host at {where} is not the host of this token", hint=fresh)
+        if answer is PortAnswer.SILENT and refused:
+            raise ClosedAtOnceError(
                 f"there is no potluck host at {where}, or too many unknown peers connect to its port: it closed "
                 "the connection",
                 hint="is it the right machine? If so, try again in a moment; its log names strangers",

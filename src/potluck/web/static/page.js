@@ -118,24 +118,24 @@ function key(kind) {
   return el('svg', {width: 16, height: 14, 'aria-hidden': 'true'}, el('rect', {class: kind, x: 1, width: 14, height: high, y: kind === 'send' ? 1 : kind === 'receive' ? 8 : 1}));
 }
 
-function lanes(view, width, names) {
-  const notes = width < 600 ? view.lanes.map((lane) => (lane.note || '').length - 1) : [];
+function timelineRows(view, width, names) {
+  const notes = width < 600 ? view.rows.map((machine) => (machine.note || '').length - 1) : [];
   const left = Math.min(width < 600 ? 98 : 170, 14 + 7 * Math.max(4, ...notes, ...names.map((n) => n.length)));
-  const right = width < 600 ? 8 : 112, inner = width - left - right, laneHeight = 38, top = view.title ? 58 : 20, scale = inner / view.seconds;
-  const height = top + laneHeight * view.lanes.length + 24, cut = Math.floor((left - 10) / 7);
+  const right = width < 600 ? 8 : 112, inner = width - left - right, rowHeight = 38, top = view.title ? 58 : 20, scale = inner / view.seconds;
+  const height = top + rowHeight * view.rows.length + 24, cut = Math.floor((left - 10) / 7);
   const svg = el('svg', {width, height, viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': view.label});
   if (view.title) svg.append(el('text', {x: 0, y: 15, class: 'strong'}, view.title), el('text', {x: 0, y: 31, class: 'dim'}, view.note));
-  view.lanes.forEach((lane, i) => {
-    const y = top + i * laneHeight, group = el('g');
-    group.append(el('rect', {class: 'lane', x: left, y: y + 2, width: inner, height: laneHeight - 6}),
-      el('text', {x: left - 8, y: y + (right > 20 ? 23 : 16), 'text-anchor': 'end'}, lane.name.length > cut ? lane.name.slice(0, cut - 1) + '…' : lane.name));
-    for (const [kind, start, end] of lane.bars) {
-      const [from, high] = {send: [4, 5], receive: [laneHeight - 11, 5], fault: [2, laneHeight - 6]}[kind] || [11, laneHeight - 24];
+  view.rows.forEach((machine, i) => {
+    const y = top + i * rowHeight, group = el('g');
+    group.append(el('rect', {class: 'track', x: left, y: y + 2, width: inner, height: rowHeight - 6}),
+      el('text', {x: left - 8, y: y + (right > 20 ? 23 : 16), 'text-anchor': 'end'}, machine.name.length > cut ? machine.name.slice(0, cut - 1) + '…' : machine.name));
+    for (const [kind, start, end] of machine.bars) {
+      const [from, high] = {send: [4, 5], receive: [rowHeight - 11, 5], fault: [2, rowHeight - 6]}[kind] || [11, rowHeight - 24];
       group.append(el('rect', {class: kind, x: left + start * scale, y: y + from, width: Math.max(0.5, (end - start) * scale), height: high},
-        el('title', {}, `${lane.name}: ${kind}, ${seconds(end - start)}`)));
+        el('title', {}, `${machine.name}: ${kind}, ${seconds(end - start)}`)));
     }
-    group.append(right > 20 ? el('text', {x: left + inner + 8, y: y + 23, class: 'dim'}, lane.note)
-      : el('text', {x: left - 8, y: y + 30, class: 'dim', 'text-anchor': 'end'}, lane.note));
+    group.append(right > 20 ? el('text', {x: left + inner + 8, y: y + 23, class: 'dim'}, machine.note)
+      : el('text', {x: left - 8, y: y + 30, class: 'dim', 'text-anchor': 'end'}, machine.note));
     svg.append(group);
   });
   let free = 0;
@@ -157,16 +157,16 @@ function liveView(width) {
   const found = new Map(), marks = [];
   let at = 0;
   for (const step of shown) {
-    for (const lane of step.lanes) {
-      if (!found.has(lane.name)) found.set(lane.name, {name: lane.name, bars: []});
-      const own = found.get(lane.name);
-      own.note = step === shown[shown.length - 1] ? lane.note : 'gone';
-      own.bars.push(...lane.bars.map(([kind, start, end]) => [kind, start + at, end + at]));
+    for (const machine of step.rows) {
+      if (!found.has(machine.name)) found.set(machine.name, {name: machine.name, bars: []});
+      const own = found.get(machine.name);
+      own.note = step === shown[shown.length - 1] ? machine.note : 'gone';
+      own.bars.push(...machine.bars.map(([kind, start, end]) => [kind, start + at, end + at]));
     }
     marks.push([at + step.seconds, `step ${step.step}`, at + step.seconds / 2]);
     at += step.seconds;
   }
-  return [{lanes: [...found.values()], marks, seconds: at, label: `The last ${shown.length} steps of each machine`}];
+  return [{rows: [...found.values()], marks, seconds: at, label: `The last ${shown.length} steps of each machine`}];
 }
 
 function timeline() {
@@ -175,10 +175,10 @@ function timeline() {
     ? data.timelines.map((t) => ({...t, label: `${t.title}: ${t.note}`, marks: t.marks.map(([at, label], i, all) => [at, label, (at + (i ? all[i - 1][0] : 0)) / 2])}))
     : liveView(width);
   $('timeline').hidden = !views.length;
-  fill($('timeline').querySelector('.legend'), ...KINDS.filter(([kind]) => views.some((v) => v.lanes.some((l) => l.bars.some((b) => b[0] === kind))))
+  fill($('timeline').querySelector('.legend'), ...KINDS.filter(([kind]) => views.some((v) => v.rows.some((l) => l.bars.some((b) => b[0] === kind))))
     .map(([kind, words]) => el('span', {}, key(kind), words)));
-  const names = views.flatMap((view) => view.lanes.map((lane) => lane.name));
-  fill(body, ...views.map((view) => lanes(view, width, names)));
+  const names = views.flatMap((view) => view.rows.map((machine) => machine.name));
+  fill(body, ...views.map((view) => timelineRows(view, width, names)));
   $('timeline-note').textContent = data.timelines ? 'All on one time scale, from the middle of each run.'
     : 'The last steps. Lengths, and when a gradient arrived, are measured; where in its step a guest computed follows from them.';
 }

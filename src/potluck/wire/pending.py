@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Visitor:
+class AcceptedConnection:
     """One connection that is not authenticated yet."""
 
     descriptor: int
@@ -23,69 +23,69 @@ class Visitor:
     since: float
 
 
-class Lobby:
+class Pending:
     """At most `most` unauthenticated connections, each for at most `stays_s`. After that it was admitted, or libzmq
     has ended it."""
 
     def __init__(self, *, most: int, stays_s: float) -> None:
         self.most, self.stays_s = most, stays_s
-        self.turned_out = 0
+        self.closed = 0
         """Connections closed because there were too many."""
-        self._visitors: dict[int, Visitor] = {}
-        self._by_address: dict[str, dict[int, Visitor]] = {}
+        self._connections: dict[int, AcceptedConnection] = {}
+        self._by_address: dict[str, dict[int, AcceptedConnection]] = {}
 
     def __len__(self) -> int:
-        return len(self._visitors)
+        return len(self._connections)
 
     def __contains__(self, descriptor: object) -> bool:
-        return descriptor in self._visitors
+        return descriptor in self._connections
 
-    def came(self, visitor: Visitor) -> None:
-        self.left(visitor.descriptor)
-        self._visitors[visitor.descriptor] = visitor
-        self._by_address.setdefault(visitor.address, {})[visitor.descriptor] = visitor
+    def came(self, connection: AcceptedConnection) -> None:
+        self.left(connection.descriptor)
+        self._connections[connection.descriptor] = connection
+        self._by_address.setdefault(connection.address, {})[connection.descriptor] = connection
 
     def left(self, descriptor: int) -> None:
         """Remove a connection: it is closed, or it has sent a message, which only a peer with the key can do."""
-        visitor = self._visitors.pop(descriptor, None)
-        if visitor is None:
+        connection = self._connections.pop(descriptor, None)
+        if connection is None:
             return
-        neighbours = self._by_address[visitor.address]
+        neighbours = self._by_address[connection.address]
         del neighbours[descriptor]
         if not neighbours:
-            del self._by_address[visitor.address]
+            del self._by_address[connection.address]
 
-    def too_many(self, now: float) -> list[Visitor]:
+    def too_many(self, now: float) -> list[AcceptedConnection]:
         """The connections to close now; they are removed from the list."""
         # Both tables are in the order in which people came.
         for descriptor in [v.descriptor for v in self._until(now - self.stays_s)]:
             self.left(descriptor)
-        out: list[Visitor] = []
-        while len(self._visitors) > self.most:
+        out: list[AcceptedConnection] = []
+        while len(self._connections) > self.most:
             crowd = max(self._by_address.values(), key=len)
-            visitor = next(iter(crowd.values()))
-            self.left(visitor.descriptor)
-            out.append(visitor)
-        self.turned_out += len(out)
+            connection = next(iter(crowd.values()))
+            self.left(connection.descriptor)
+            out.append(connection)
+        self.closed += len(out)
         return out
 
-    def make_way(self, count: int, came_before: float) -> list[Visitor]:
+    def make_way(self, count: int, came_before: float) -> list[AcceptedConnection]:
         """The oldest connections to close so that `count` others can be accepted; they leave the list."""
-        out: list[Visitor] = []
-        while self._visitors and len(out) < count:
+        out: list[AcceptedConnection] = []
+        while self._connections and len(out) < count:
             crowd = max(self._by_address.values(), key=len)
-            visitor = next(iter(crowd.values()))
-            if visitor.since > came_before:
+            connection = next(iter(crowd.values()))
+            if connection.since > came_before:
                 break
-            self.left(visitor.descriptor)
-            out.append(visitor)
-        self.turned_out += len(out)
+            self.left(connection.descriptor)
+            out.append(connection)
+        self.closed += len(out)
         return out
 
-    def _until(self, then: float) -> list[Visitor]:
+    def _until(self, then: float) -> list[AcceptedConnection]:
         early = []
-        for visitor in self._visitors.values():
-            if visitor.since > then:
+        for connection in self._connections.values():
+            if connection.since > then:
                 break
-            early.append(visitor)
+            early.append(connection)
         return early

@@ -1,8 +1,8 @@
 """Two guests that come and go while a trainer hosts in this process; for the tests of the trainers' integrations.
 
-    with visited(tmp_path, JOB) as visitors:
-        train(run=visitors.run, after_each_step=visitors.after_step)     # until after_step returns True
-    visitors.assert_came_and_went()
+    with brief_guests(tmp_path, JOB) as guests:
+        train(run=guests.run, after_each_step=guests.after_step)     # until after_step returns True
+    guests.assert_came_and_went()
 
 Nothing here counts on a number of steps: on a busy machine a guest may sit out for many. The training goes on until
 both have helped, and the plain training that it is compared with ends after as many steps.
@@ -25,7 +25,7 @@ TOGETHER = 2
 INTERRUPTED = 130
 
 
-class Visitors:
+class BriefGuests:
     """ann and bob join while the training runs; ann leaves first, then bob, and the host goes on alone."""
 
     def __init__(self, fleet: Fleet, run: Run) -> None:
@@ -78,7 +78,7 @@ class Visitors:
 
 
 @contextmanager
-def visited(folder: Path, job: Path) -> Iterator[Visitors]:
+def brief_guests(folder: Path, job: Path) -> Iterator[BriefGuests]:
     """`job` is the script that the guests run."""
     with Fleet(folder) as fleet:
         run = potluck.start(
@@ -92,6 +92,6 @@ def visited(folder: Path, job: Path) -> Iterator[Visitors]:
             threads=1,
             micro_batch=2,
         )
-        visitors = Visitors(fleet, run)
-        yield visitors
-        visitors.ended()
+        guests = BriefGuests(fleet, run)
+        yield guests
+        guests.ended()

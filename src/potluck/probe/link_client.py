@@ -32,7 +32,6 @@ from potluck.spec.probe_messages import (
     ProbeBareResult,
     ProbeBusy,
     ProbeBye,
-    ProbeDoor,
     ProbeEcho,
     ProbeEnd,
     ProbeFlow,
@@ -41,13 +40,14 @@ from potluck.spec.probe_messages import (
     ProbeIperf,
     ProbeNo,
     ProbePiece,
+    ProbePort,
     ProbeResult,
     ProbeTook,
     ToProbe,
 )
 from potluck.spec.probed import DeviceSpeed, ProbedPath, Rate, Way
 from potluck.units import printable
-from potluck.wire.door import HANDSHAKE_S
+from potluck.wire.admission import HANDSHAKE_S
 from potluck.wire.frames import Reader, Received, load_json, pack
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket
@@ -83,14 +83,14 @@ def measure(
             f"the other machine does not answer at port {token.port}: {tried}",
             hint="is `potluck probe --listen` still running there? `potluck doctor TOKEN` says which side blocks",
         )
-    visit = Visit(token, name, progress)
+    client = LinkClient(token, name, progress)
     try:
-        there = visit.hello(first=True)
-        others = [number for number in numbers if number != visit.number][: MOST_PATHS - 1]
+        there = client.hello(first=True)
+        others = [number for number in numbers if number != client.number][: MOST_PATHS - 1]
         shares = Shares(seconds, 1 + len(others))
-        paths = [visit.path(system, shares, used=True, iperf3=iperf3)]
+        paths = [client.path(system, shares, used=True, iperf3=iperf3)]
     finally:
-        visit.close()
+        client.close()
     for number in others:
         paths.append(_other_path(replace(token, addresses=(number,)), name, progress, system, shares))
     return there, tuple(paths)
@@ -99,19 +99,19 @@ def measure(
 def _other_path(token: Token, name: str, progress: Say, system: System, shares: Shares) -> ProbedPath:
     """A path that a run would not use. A problem there is a note, not a failure."""
     try:
-        visit = Visit(token, name, progress)
+        client = LinkClient(token, name, progress)
     except PotluckError as error:
         return ProbedPath(address=token.addresses[0], notes=(error.what,))
     try:
-        visit.hello()
-        return visit.path(system, shares, used=False, iperf3=False)
+        client.hello()
+        return client.path(system, shares, used=False, iperf3=False)
     except PotluckError as error:
         return ProbedPath(address=token.addresses[0], notes=(error.what,))
     finally:
-        visit.close()
+        client.close()
 
 
-class Visit:
+class LinkClient:
     """One connection to the other probe."""
 
     def __init__(self, token: Token, name: str, progress: Say, *, end: float = math.inf) -> None:
@@ -262,29 +262,29 @@ class Visit:
         if not self._bare:
             return None, None
         self._bare = False  # what failed once is not waited for again
-        door, _ = self._ask(ProbeBare(take=out, send=back, seconds=seconds, address=self.number))
-        secret = _secret_in(door)
-        if not isinstance(door, ProbeDoor) or secret is None:
-            why = door.why if isinstance(door, ProbeNo) else door.kind
+        offer, _ = self._ask(ProbeBare(take=out, send=back, seconds=seconds, address=self.number))
+        secret = _secret_in(offer)
+        if not isinstance(offer, ProbePort) or secret is None:
+            why = offer.why if isinstance(offer, ProbeNo) else offer.kind
             notes.append(f"no bare TCP: {self._there} did not open a port ({printable(why, MOST_TEXT)})")
             return None, None
-        port = door.port
+        port = offer.port
         try:
-            here = bare.visit(self.number, port, secret, sends=out, takes=back, seconds=seconds)
+            here = bare.measure(self.number, port, secret, sends=out, takes=back, seconds=seconds)
         except OSError as error:
             words = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
             notes.append(f"no bare TCP: port {port} of {self._there} is closed to this machine ({words})")
             return None, None
         self._bare = True
-        result, _ = self._answer(door.id, seconds + bare.ACCEPT_S + ANSWER_S)
+        result, _ = self._answer(offer.id, seconds + bare.ACCEPT_S + ANSWER_S)
         return _rate_in(result) if out else None, here
 
     def _iperfed(self, out: bool, seconds: float, notes: list[str]) -> tuple[Rate | None, Rate | None]:
         asked = ProbeIperf(seconds=max(1, math.ceil(seconds)) + iperf.START_S, address=self.number)
-        door, _ = self._ask(asked)
+        offer, _ = self._ask(asked)
         rate = None
-        if isinstance(door, ProbeDoor):
-            rate = iperf.visit(self.number, door.port, reverse=not out, seconds=seconds)
+        if isinstance(offer, ProbePort):
+            rate = iperf.measure(self.number, offer.port, reverse=not out, seconds=seconds)
         if rate is None:
             notes.append("iperf3 is on both machines, but did not work between them")
         return (rate, None) if out else (None, rate)
@@ -381,7 +381,7 @@ def _number(value: object) -> float | None:
 
 def _secret_in(message: FromListener) -> bytes | None:
     try:
-        secret = bytes.fromhex(message.secret) if isinstance(message, ProbeDoor) else b""
+        secret = bytes.fromhex(message.secret) if isinstance(message, ProbePort) else b""
     except ValueError:
         return None
     return secret if len(secret) == bare.SECRET_BYTES else None

@@ -21,7 +21,7 @@ import zmq
 from potluck.wire.admitted import Admitted
 from potluck.wire.files import Room
 from potluck.wire.gate import Gate
-from potluck.wire.lobby import Lobby, Visitor
+from potluck.wire.pending import AcceptedConnection, Pending
 from potluck.wire.waker import Waker
 
 Peer = tuple[str, int]
@@ -63,7 +63,7 @@ class Monitor:
         endpoint = f"inproc://monitor-{id(self)}"
         watched.monitor(endpoint, events)
         self.socket = new_socket(zmq.PAIR)
-        # libzmq's I/O thread waits while this queue is full: a stranger who knocks often could stop it.
+        # libzmq's I/O thread waits while this queue is full: a stranger that connects often could stop it.
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.connect(endpoint)
 
@@ -77,7 +77,7 @@ class Monitor:
         return events
 
 
-class Door:
+class Authenticator:
     """Admits only peers with one public key to a socket, and reports the addresses of others.
 
     The thread that receives serves it; `Watch` has its own thread.
@@ -94,26 +94,26 @@ class Door:
     ) -> None:
         self._admitted = admitted
         self._on_denied = on_denied
-        self.zap = new_socket(zmq.REP)
-        self.zap.bind(ZAP_ENDPOINT)
+        self.socket = new_socket(zmq.REP)
+        self.socket.bind(ZAP_ENDPOINT)
         guarded.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         # Without this libzmq lets everybody in while nobody answers at the ZAP endpoint.
         guarded.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        self.watch = Watch(new_socket, guarded, Lobby(most=room.waiting, stays_s=HANDSHAKE_S), inside)
+        self.watch = Watch(new_socket, guarded, Pending(most=room.waiting, stays_s=HANDSHAKE_S), inside)
 
     def serve(self) -> None:
         """Answer pending authentication requests and report the refused ones. Does not wait."""
         with contextlib.suppress(zmq.Again):
             while True:
-                self._answer(self.zap.recv_multipart(zmq.NOBLOCK))
-        for address in self.watch.turned_away():
+                self._answer(self.socket.recv_multipart(zmq.NOBLOCK))
+        for address in self.watch.refused():
             self._deny(address)
 
     def _answer(self, request: list[bytes]) -> None:
         version, number, domain, address, _, mechanism, *credentials = request
         known = domain == ZAP_DOMAIN and mechanism == b"CURVE" and credentials == [self._admitted]
         status, text = (b"200", b"OK") if known else (b"400", b"unknown key")
-        self.zap.send_multipart([version, number, status, text, b"", b""])
+        self.socket.send_multipart([version, number, status, text, b"", b""])
         if not known:
             self._deny(address.decode("ascii", "replace"))
 
@@ -128,8 +128,10 @@ class Watch:
     It runs from the start, because strangers can connect while the host still loads its data and receives nothing.
     """
 
-    def __init__(self, new_socket: SocketMaker, guarded: zmq.Socket[bytes], lobby: Lobby, inside: Admitted) -> None:
-        self._lobby, self._inside = lobby, inside
+    def __init__(
+        self, new_socket: SocketMaker, guarded: zmq.Socket[bytes], pending: Pending, inside: Admitted
+    ) -> None:
+        self._pending, self._inside = pending, inside
         self._lock = threading.Lock()
         self._connections: dict[int, tuple[Peer | None, int]] = {}
         self._spoke: dict[int, Peer] = {}
@@ -141,7 +143,7 @@ class Watch:
         """The last guest that left each descriptor, and its routing id: see `_came`."""
         self._successes = 0
         self._failure: int | None = None
-        self._turned_away: deque[str] = deque(maxlen=_MOST_UNREPORTED)
+        self._refused: deque[str] = deque(maxlen=_MOST_UNREPORTED)
         self._monitor = Monitor(
             new_socket,
             guarded,
@@ -150,7 +152,7 @@ class Watch:
         self._waker = Waker()
         self._gate: Gate | None = None
         self._stop = False
-        self._thread = threading.Thread(target=self._run, name="potluck-door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="potluck-admission", daemon=True)
         self._thread.start()
 
     def keep(self, gate: Gate | None) -> None:
@@ -160,14 +162,14 @@ class Watch:
 
     # -- the thread that receives -----------------------------------------------------------------------
 
-    def turned_away(self) -> Iterator[str]:
+    def refused(self) -> Iterator[str]:
         """The addresses of strangers refused since the last call."""
-        while self._turned_away:
-            yield self._turned_away.popleft()
+        while self._refused:
+            yield self._refused.popleft()
 
     def heard(self, descriptor: int, name: bytes = b"") -> None:
         """A message arrived on this connection, so its sender has the key and this routing id."""
-        surplus: list[Visitor] = []
+        surplus: list[AcceptedConnection] = []
         peer = _peer(descriptor)
         with self._lock:
             self._inside.spoke(descriptor)
@@ -175,24 +177,24 @@ class Watch:
                 self._names[descriptor] = name
             if peer is not None and self._spoke.get(descriptor) != peer:
                 self._spoke[descriptor] = peer
-                self._lobby.left(descriptor)
-                surplus = self._inside.too_many(self._lobby)
-        for visitor in surplus:
-            _turn_out(visitor)
+                self._pending.left(descriptor)
+                surplus = self._inside.too_many(self._pending)
+        for connection in surplus:
+            _shut(connection)
 
-    def hang_up(self, name: bytes) -> None:
+    def close_named(self, name: bytes) -> None:
         """Close the connections with this routing id and drop what is queued for them."""
         with self._lock:
             ends = [(number, self._spoke[number]) for number, known in self._names.items() if known == name]
         for number, (address, port) in ends:
-            _turn_out(Visitor(descriptor=number, address=address, port=port, since=0.0))
+            _shut(AcceptedConnection(descriptor=number, address=address, port=port, since=0.0))
 
-    def hang_up_on_the_endless(self) -> None:
+    def close_endless(self) -> None:
         """Close the connections that send an endless message. Call it after all complete messages were read."""
         with self._lock:
             crowd = self._inside.endless(_received_bytes)
-        for visitor in crowd:
-            _turn_out(visitor)
+        for connection in crowd:
+            _shut(connection)
 
     def close(self) -> None:
         """End the thread; the owner of the sockets closes them afterwards."""
@@ -219,19 +221,19 @@ class Watch:
             self._note(events)
             patience_ms, crowd = self._admit(poller)
             with self._lock:
-                crowd += self._lobby.too_many(time.monotonic())
-                surplus = self._inside.too_many(self._lobby)
-            for visitor in surplus:
-                _turn_out(visitor)
-            for visitor in crowd:
-                _turn_out(visitor)
-                self._turned_away.append(visitor.address)
+                crowd += self._pending.too_many(time.monotonic())
+                surplus = self._inside.too_many(self._pending)
+            for connection in surplus:
+                _shut(connection)
+            for connection in crowd:
+                _shut(connection)
+                self._refused.append(connection.address)
             if len(events) > _MANY_EVENTS and not crowd:
                 # In a flood many are dealt with in one turn, or each would interrupt the training. Otherwise at
                 # once: who is turned away is gone in a moment, and then its address cannot be found any more.
                 time.sleep(_TURN_S)
 
-    def _admit(self, poller: zmq.Poller) -> tuple[int | None, list[Visitor]]:
+    def _admit(self, poller: zmq.Poller) -> tuple[int | None, list[AcceptedConnection]]:
         """Admit waiting connections if there is room. Returns when to check again (None: at an event) and which
         connections to close."""
         gate = self._gate
@@ -241,12 +243,11 @@ class Watch:
             poller.register(gate.fileno(), zmq.POLLIN)
             return None, []
         with self._lock:
-            free = min(
-                self._lobby.most + self._inside.most - len(self._connections), self._lobby.most - len(self._lobby)
-            )
+            pending = self._pending
+            free = min(pending.most + self._inside.most - len(self._connections), pending.most - len(pending))
             if free < gate.batch:
                 poller.register(gate.fileno(), 0)
-                return _LOOK_AGAIN_MS, self._lobby.make_way(gate.batch - free, time.monotonic() - STAY_S)
+                return _LOOK_AGAIN_MS, pending.make_way(gate.batch - free, time.monotonic() - STAY_S)
         gate.admit()
         if gate.somebody_waits():
             # This process has no file left, or libzmq's thread no time.
@@ -272,16 +273,19 @@ class Watch:
     def _came(self, descriptor: int, peer: Peer | None) -> None:
         self._connections[descriptor] = (peer, self._successes)
         if peer is not None:
-            visitor = Visitor(descriptor=descriptor, address=peer[0], port=peer[1], since=time.monotonic())
+            address, port = peer
+            connection = AcceptedConnection(
+                descriptor=descriptor, address=address, port=port, since=time.monotonic()
+            )
             with self._lock:
                 # A stranger may be noted only when its descriptor is a guest's already. Then the stranger's end was
                 # taken for the guest's, and this is the guest that was heard before.
                 gone = self._gone.pop(descriptor, None)
                 if gone is not None and gone[0] == peer:
                     self._spoke[descriptor], self._names[descriptor] = gone
-                self._inside.came(visitor)
+                self._inside.came(connection)
                 if self._spoke.get(descriptor) != peer:  # it may have been heard before it was seen
-                    self._lobby.came(visitor)
+                    self._pending.came(connection)
 
     def _left(self, descriptor: int) -> None:
         """Distinguish a refused stranger from a guest that left.
@@ -296,11 +300,11 @@ class Watch:
             if peer is not None and self._spoke.get(descriptor) == peer:
                 del self._spoke[descriptor]
                 self._gone[descriptor] = peer, self._names.pop(descriptor, b"")
-            self._lobby.left(descriptor)
+            self._pending.left(descriptor)
             self._inside.left(descriptor)
         failure, self._failure = self._failure, None
         if failure == FAILED_PROTOCOL or (failure is None and successes == self._successes):
-            self._turned_away.append(peer[0] if peer else _UNKNOWN)
+            self._refused.append(peer[0] if peer else _UNKNOWN)
 
 
 @contextlib.contextmanager
@@ -323,23 +327,23 @@ def _peer(descriptor: int) -> Peer | None:
         return None
 
 
-def _turn_out(visitor: Visitor) -> None:
+def _shut(connection: AcceptedConnection) -> None:
     """Close a connection; libzmq notices and forgets it."""
-    with contextlib.suppress(OSError, ValueError), _borrowed(visitor.descriptor) as end:
+    with contextlib.suppress(OSError, ValueError), _borrowed(connection.descriptor) as end:
         # The number may be another connection's by now; that one has another port.
-        if end.getpeername()[:2] == (visitor.address, visitor.port):
+        if end.getpeername()[:2] == (connection.address, connection.port):
             end.shutdown(socket.SHUT_RDWR)
 
 
-def _received_bytes(visitor: Visitor) -> int | None:
+def _received_bytes(connection: AcceptedConnection) -> int | None:
     """Bytes received on this connection so far; None if not known.
 
-    Called often for every connection, so it makes only one system call; `_turn_out` checks who owns the descriptor.
+    Called often for every connection, so it makes only one system call; `_shut` checks who owns the descriptor.
     """
     if sys.platform != "linux":
         return None
     with contextlib.suppress(OSError, ValueError, struct.error):
-        end = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=visitor.descriptor)
+        end = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=connection.descriptor)
         try:
             info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED_AT + 8)
         finally:
