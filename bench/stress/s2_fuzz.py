@@ -26,9 +26,8 @@ from _forks import Trouble
 from _scene import Scene
 from count_job import Counter
 
-from potluck.hub.layout import fingerprint_to_json
 from potluck.hub.model_tensors import ModelTensors
-from potluck.wire.frames import dump_json
+from potluck.wire.frames import packed_model
 from potluck.wire.token import decode
 from support.fuzz import SHARES, Fuzz
 from support.rogue import Rogue
@@ -119,7 +118,7 @@ def live(folder: Path, chance: random.Random) -> None:
 def about_the_model() -> bytes:
     """What an honest guest's 'ready' says of the counting job's model."""
     tensors = ModelTensors(Counter(50_000, mark=1.0))
-    return dump_json({"fingerprint": fingerprint_to_json(tensors.fingerprint), "hashes": {}})
+    return packed_model(tensors.fingerprint, {})
 
 
 def main() -> int:

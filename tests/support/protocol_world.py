@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, get_args
 
+from msgspec import to_builtins
+
 from potluck.balance.ledger import EpochSteps, Ledger
 from potluck.errors import WireError
 from potluck.hub import actions as act
@@ -19,12 +21,12 @@ from potluck.hub.actions import CommonBatch, StepResult
 from potluck.hub.feed import NOTHING, FixedTensor, PieceState
 from potluck.hub.guest_work import Kept
 from potluck.hub.inputs import Packed
-from potluck.hub.layout import TensorSpec, fingerprint_to_json
 from potluck.hub.members import COMPUTING, Member
 from potluck.hub.protocol import HostProtocol
 from potluck.hub.terms import HostTerms
 from potluck.spec.events import RunEvent, kind_of
 from potluck.spec.messages import AheadMessage, FromGuest, LeaseMessage, RefuseMessage
+from potluck.spec.model_description import TensorSpec
 from potluck.train.data import epoch_order
 from potluck.wire.frames import (
     FROM_GUEST,
@@ -56,7 +58,7 @@ BATCH = Packed(tree=["x", "uint8", [6]], frames=(b"sample",))
 """A common batch, whatever its positions."""
 FIXED = (FixedTensor(name="b", digest="0", values=2, value_bytes=4),)
 """The host's buffer, which every guest of `ABOUT` holds already."""
-ABOUT = {"fingerprint": fingerprint_to_json(MODEL), "hashes": {"b": "0"}}
+ABOUT = {"fingerprint": to_builtins(MODEL), "hashes": {"b": "0"}}
 
 
 def new_protocol(batch: int, samples: int, **terms: Any) -> HostProtocol:

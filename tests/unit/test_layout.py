@@ -15,17 +15,21 @@ from potluck.hub.layout import (
     LARGEST_PIECE,
     SMALLEST_PIECE,
     Layout,
-    TensorSpec,
-    fingerprint_from_json,
-    fingerprint_to_json,
     first_difference,
     make_layout,
     piece_size,
 )
+from potluck.spec.model_description import TensorSpec
+from potluck.wire.frames import packed_model, read_model
 
 
 def spec(name: str, *shape: int, dtype: str = "float32", role: str = "trained") -> TensorSpec:
     return TensorSpec(name=name, shape=shape, dtype=dtype, role=role)
+
+
+def sent(fingerprint: Any) -> tuple[TensorSpec, ...]:
+    """What a host reads of a fingerprint that somebody has sent."""
+    return read_model(json.dumps({"fingerprint": fingerprint, "hashes": {}}).encode()).fingerprint
 
 
 def check(layout: Layout) -> None:
@@ -87,16 +91,28 @@ def test_a_scalar_counts_one() -> None:
 
 def test_a_fingerprint_round_trips_through_json() -> None:
     model = (spec("a.weight", 3, 4), spec("b", dtype="int64", role="buffer"), spec("c", 2, role="frozen"))
-    assert fingerprint_from_json(json.loads(json.dumps(fingerprint_to_json(model)))) == model
+    raw = packed_model(model, {"b": "0"})
+    assert json.loads(raw) == {
+        "fingerprint": [
+            ["a.weight", [3, 4], "float32", "trained"],
+            ["b", [], "int64", "buffer"],
+            ["c", [2], "float32", "frozen"],
+        ],
+        "hashes": {"b": "0"},
+    }
+    assert read_model(raw).fingerprint == model
 
 
 @pytest.mark.parametrize(
     "data",
-    [None, 7, "abc", [1], [["a"]], [["a", 3, "float32", "trained"]], [["a", ["x"], "f", "t"]], [[None] * 4]],
+    [
+        *(None, 7, "abc", [1], [["a"]], [["a", 3, "float32", "trained"]], [["a", ["x"], "f", "t"]], [[None] * 4]),
+        *([["a", [3], "f", "t", "more"]], [["a", [-1], "f", "t"]]),
+    ],
 )
 def test_what_is_no_fingerprint_is_a_wire_error(data: Any) -> None:
     with pytest.raises(WireError):
-        fingerprint_from_json(data)
+        sent(data)
 
 
 @given(
@@ -109,7 +125,7 @@ def test_what_is_no_fingerprint_is_a_wire_error(data: Any) -> None:
 @settings(max_examples=150, deadline=None)
 def test_a_strangers_fingerprint_is_read_or_refused(data: Any) -> None:
     try:
-        specs = fingerprint_from_json(data)
+        specs = sent(data)
     except WireError:
         return
     assert all(isinstance(s.name, str) and all(type(n) is int for n in s.shape) for s in specs)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from potluck.errors import LoopError
-from potluck.hub.layout import TensorSpec, make_layout
+from potluck.hub.layout import make_layout
 from potluck.hub.model_tensors import (
     ModelTensors,
     add_to_piece,
@@ -21,6 +21,7 @@ from potluck.hub.model_tensors import (
     write_part,
     write_piece,
 )
+from potluck.spec.model_description import TensorSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 

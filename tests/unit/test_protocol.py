@@ -12,12 +12,12 @@ import pytest
 from potluck.hub import actions as act
 from potluck.hub import inputs
 from potluck.hub.checks import MID_STEP_S
-from potluck.hub.layout import TensorSpec, fingerprint_to_json
 from potluck.hub.members import CHECKING, COMPUTING, JOINING, LARGEST_MICRO_BATCH, SYNCING
 from potluck.hub.newcomers import MOST_EVENTS, WITHIN_S
 from potluck.spec.events import kind_of
 from potluck.spec.messages import CheckMessage, SamplesMessage, UnknownMessage
-from potluck.wire.frames import PROTOCOL, dump_json
+from potluck.spec.model_description import TensorSpec
+from potluck.wire.frames import PROTOCOL, dump_json, packed_model
 from support.fuzz import of_guest
 from support.protocol_world import (
     ABOUT,
@@ -186,8 +186,7 @@ def test_a_full_table_refuses() -> None:
 def test_another_model_is_refused_and_the_difference_named(theirs: TensorSpec | None, reason: str) -> None:
     world = World()
     world.hello("a")
-    model = fingerprint_to_json([theirs] if theirs else [])
-    world.say("a", "ready", dump_json({"fingerprint": model, "hashes": {}}), **SIZES)
+    world.say("a", "ready", packed_model((theirs,) if theirs else (), {}), **SIZES)
     assert world.members == {}
     assert "a different model" in refusals(world, "a")[0]
     assert reason in refusals(world, "a")[0]
@@ -197,13 +196,12 @@ def test_another_model_is_refused_and_the_difference_named(theirs: TensorSpec | 
 def test_a_description_that_is_far_longer_than_the_hosts_own_is_not_read() -> None:
     world = World()
     world.hello("a")
-    long = {"fingerprint": fingerprint_to_json(MODEL), "hashes": {f"b{n}": "0" * 64 for n in range(20_000)}}
-    world.say("a", "ready", dump_json(long), **SIZES)
+    hashes = {f"b{n}": "0" * 64 for n in range(20_000)}
+    world.say("a", "ready", packed_model(MODEL, hashes), **SIZES)
     assert world.members == {}
     assert "bytes about its model, at most 1048" in refusals(world, "a")[0]
     world.hello("b")
-    short = {**long, "hashes": dict(list(long["hashes"].items())[:5_000])}  # type: ignore[attr-defined]
-    world.say("b", "ready", dump_json(short), **SIZES)
+    world.say("b", "ready", packed_model(MODEL, dict(list(hashes.items())[:5_000])), **SIZES)
     assert world.members["b"].state == "syncing"
 
 

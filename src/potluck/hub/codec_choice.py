@@ -16,9 +16,9 @@ from potluck.balance.leases import Speed
 from potluck.balance.quota import Estimate
 from potluck.codec.names import BF16_CHANGES
 from potluck.hub.actions import Action, Emit
-from potluck.hub.layout import TensorSpec
 from potluck.hub.members import COMPUTING, LATE, SITTING_OUT, Member
 from potluck.spec.events import GuestCodec
+from potluck.spec.model_description import TensorSpec
 
 USUAL_TAIL_S = 0.15
 """What the end of a contribution takes on a good link: coding, sending and decoding its last piece, 0.06 s in the

@@ -29,7 +29,6 @@ from potluck.hub.feed import NOTHING
 from potluck.hub.guest_pieces import GuestPieces
 from potluck.hub.guest_work import Arrivals, Kept, Work
 from potluck.hub.hashes import PieceHashes
-from potluck.hub.layout import fingerprint_to_json
 from potluck.hub.link import GuestLink, RawFrames
 from potluck.hub.model_tensors import (
     ModelTensors,
@@ -61,7 +60,7 @@ from potluck.spec.messages import (
     TensorMessage,
     WholeMessage,
 )
-from potluck.wire.frames import Received, dump_json
+from potluck.wire.frames import Received, packed_model
 from potluck.wire.tree import unpack_tree
 
 MAX_BATCH_BYTES = 1 << 30
@@ -147,13 +146,10 @@ class GuestHub:
 
     def _say_ready(self) -> None:
         # Names and hashes of a large model are too many for a header: they go in a frame of their own.
-        about = {
-            "fingerprint": fingerprint_to_json(self._tensors.fingerprint),
-            "hashes": {**self._hashes, **self._tensors.buffer_hashes()},
-        }
+        hashes = {**self._hashes, **self._tensors.buffer_hashes()}
         usual, most = self._micro_batch()
         ready = ReadyMessage(micro_batch=usual, largest_micro_batch=most, ahead_bytes=self._kept.most_bytes)
-        self._link.send(ready, dump_json(about))
+        self._link.send(ready, packed_model(self._tensors.fingerprint, hashes))
 
     def next_work(self) -> Work:
         """Wait for the next lease or check. Raises RunOver, or the link's failure."""

@@ -1,13 +1,11 @@
-"""How a model's tensors are named and split for sending: the fingerprint and the layout of pieces."""
+"""How a model's tensors are named and split for sending: the layout of pieces, and how two models differ."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from potluck.errors import WireError
+from potluck.spec.model_description import TensorSpec
 
 BLOCK = 128
 """Pieces are split at multiples of this many values, the block of the coarsest codec."""
@@ -17,24 +15,6 @@ USUAL_PIECE = 1 << 20
 LARGEST_PIECE = 3 << 20
 PIECES_WANTED = 64
 FEWEST_PIECES = 40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """One parameter or buffer of the model; it must be the same on both sides."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    role: str
-    """"trained", "frozen" or "buffer"."""
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.shape)
-
-    def __str__(self) -> str:
-        return f"{self.name} {list(self.shape)} {self.dtype} ({self.role})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,22 +86,6 @@ def make_layout(tensors: Sequence[TensorSpec], size: int | None = None) -> Layou
         count=total,
         pieces_of=tuple(tuple(p) for p in pieces_of),
     )
-
-
-def fingerprint_to_json(tensors: Iterable[TensorSpec]) -> list[list[Any]]:
-    return [[t.name, list(t.shape), t.dtype, t.role] for t in tensors]
-
-
-def fingerprint_from_json(data: Any) -> tuple[TensorSpec, ...]:
-    """The fingerprint that another machine sent; raises WireError if it is not valid."""
-    try:
-        specs = tuple(
-            TensorSpec(name=str(name), shape=tuple(int(n) for n in shape), dtype=str(dtype), role=str(role))
-            for name, shape, dtype, role in data
-        )
-    except (TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"a model's fingerprint that cannot be read: {error}") from error
-    return specs
 
 
 def first_difference(host: Sequence[TensorSpec], guest: Sequence[TensorSpec]) -> str | None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from potluck.errors import LoopError
-from potluck.hub.layout import Layout, Piece, TensorSpec, make_layout
+from potluck.hub.layout import Layout, Piece, make_layout
+from potluck.spec.model_description import TensorSpec
 
 
 class ModelTensors:

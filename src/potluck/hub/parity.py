@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from potluck.hub.actions import Verdict
-from potluck.hub.layout import TensorSpec
+from potluck.spec.model_description import TensorSpec
 
 SKETCH_VALUES = 1 << 18
 """About this many values of the gradient are compared one by one at most; norms are compared for all tensors."""

@@ -36,7 +36,7 @@ from potluck.hub.codec_choice import CodecChoice
 from potluck.hub.feed import Feed, lacking
 from potluck.hub.feeding import Feeding
 from potluck.hub.guard import ReplicaGuard
-from potluck.hub.layout import fingerprint_from_json, fingerprint_to_json, first_difference
+from potluck.hub.layout import first_difference
 from potluck.hub.members import CHECKING, COMPUTING, JOINING, SITTING_OUT, SYNCING, Member, gone
 from potluck.hub.newcomers import Newcomers
 from potluck.hub.norms import Norms
@@ -61,7 +61,7 @@ from potluck.spec.messages import (
     TakenMessage,
     UnknownMessage,
 )
-from potluck.wire.frames import dump_json, read_model
+from potluck.wire.frames import packed_model, read_model
 
 ABOUT_BYTES = 1 << 20
 """The description of a guest's model may have this many bytes, plus four times the size of the host's own
@@ -114,7 +114,7 @@ class HostProtocol:
             round_less=self.codecs.round_less,
         )
         self.norms = Norms(terms.guest_bound)
-        self._most_about_bytes = ABOUT_BYTES + 4 * len(dump_json(fingerprint_to_json(terms.fingerprint)))
+        self._most_about_bytes = ABOUT_BYTES + 4 * len(packed_model(terms.fingerprint, {}))
         self._now = self._last_alive = 0.0
         self._newcomers = Newcomers()
         self._weights_stay = True
@@ -295,7 +295,7 @@ class HostProtocol:
         if len(about) > self._most_about_bytes:  # it is read while the training may have to wait
             raise WireError(f"{len(about)} bytes about its model, at most {self._most_about_bytes} are read")
         model = read_model(about)
-        difference = first_difference(self.terms.fingerprint, fingerprint_from_json(model.fingerprint))
+        difference = first_difference(self.terms.fingerprint, model.fingerprint)
         if difference is not None:
             return self._put_out(member, f"a different model: {difference}", refused=True)
         member.computes(ready.micro_batch, ready.largest_micro_batch)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from potluck.balance.leases import Least
-from potluck.hub.layout import TensorSpec
 from potluck.spec.config import MOST_GUESTS
+from potluck.spec.model_description import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import get_args
 
+import msgspec
 from msgspec import structs
 
 from potluck import checked
@@ -48,7 +49,7 @@ from potluck.spec.probe_messages import (
 from potluck.spec.probed import DeviceSpeed, ProbedPath, Rate, Way
 from potluck.units import printable
 from potluck.wire.admission import HANDSHAKE_S
-from potluck.wire.frames import Reader, Received, load_json, pack
+from potluck.wire.frames import Reader, Received, pack
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket
 
@@ -393,8 +394,8 @@ def speed_in(frames: Sequence[bytes | memoryview]) -> DeviceSpeed:
     if len(frames) != 1 or len(frames[0]) > MOST_SPEED_BYTES:
         return unknown
     try:
-        speed = checked.convert(load_json(bytes(frames[0])), DeviceSpeed)
-    except PotluckError:
+        speed = checked.decode(frames[0], DeviceSpeed)
+    except (msgspec.MsgspecError, RecursionError):
         return unknown
     changes: dict[str, object] = {}
     for name in DeviceSpeed.__struct_fields__:

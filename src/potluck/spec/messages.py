@@ -22,8 +22,6 @@ from potluck.bounds import (
     LARGEST,
     Finite,
     Long,
-    Many,
-    Named,
     Natural,
     Positive,
     Settings,
@@ -219,15 +217,6 @@ class ReadyMessage(Message, frozen=True, kw_only=True):
     """The most samples that it could compute at once."""
     ahead_bytes: Natural = 0
     """The most bytes of samples that it stores ahead of their lease; 0: it accepts none."""
-
-
-class ModelDescription(Struct, frozen=True, kw_only=True):
-    """The frame of `ready`: the description of a guest's model."""
-
-    fingerprint: Many[tuple[Long, Shape, Short, Short]]
-    """Name, shape, dtype and role of each tensor."""
-    hashes: Named[Short]
-    """Hash of each frozen parameter and buffer."""
 
 
 class TensorMessage(Message, frozen=True, kw_only=True):

@@ -21,7 +21,8 @@ import numpy as np
 from potluck import checked
 from potluck.bounds import Long
 from potluck.errors import WireError
-from potluck.spec.messages import FromGuest, FromHost, Message, ModelDescription
+from potluck.spec.messages import FromGuest, FromHost, Message
+from potluck.spec.model_description import ModelDescription, TensorSpec
 from potluck.units import printable
 
 PROTOCOL = 3
@@ -153,8 +154,13 @@ def _check_null(message: Message, header: bytes) -> None:
         raise WireError(f"a {message.kind!r} that cannot be sent: {_why(error)}") from None
 
 
-def read_model(raw: bytes | memoryview) -> ModelDescription:
+def packed_model(fingerprint: tuple[TensorSpec, ...], hashes: dict[str, str]) -> bytes:
     """The frame of a `ready`."""
+    return msgspec.json.encode(ModelDescription(fingerprint=fingerprint, hashes=hashes))
+
+
+def read_model(raw: bytes | memoryview) -> ModelDescription:
+    """What `packed_model` packed."""
     try:
         return _MODEL.decode(raw)
     except (ValueError, RecursionError) as error:
