@@ -25,9 +25,13 @@ from typing import Any
 from potluck.errors import PotluckError
 from potluck.lab import rigs
 from potluck.plan.rigs import step_times
-from potluck.spec.rig import Machine, Rig, Workload, parse, to_toml
+from potluck.spec.rig import Machine, Rig, Workload, parse
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.rigs import to_toml  # noqa: E402
+
 BEGIN, END = "<!-- bench/plan_accuracy.py: begin -->", "<!-- bench/plan_accuracy.py: end -->"
 STRATEGIES = ("ddp", "ddp-balanced", "potluck")
 MEDIAN_BAR, MOST_BAR = 0.08, 0.20

@@ -53,7 +53,7 @@ OURS = """
 import sys, threading, time
 from pathlib import Path
 from potluck.fleet.bootstrap import FleetNeeds
-from potluck.fleet.hostfiles import NamedMachine
+from potluck.spec.fleet_file import NamedMachine
 from potluck.fleet.ssh import SshFleet
 folder, config, python, count, guest, mark = Path(sys.argv[1]), *sys.argv[2:7]
 machines = [NamedMachine(ssh="beta", name=f"beta-{n}", python=python) for n in range(int(count))]
@@ -266,8 +266,8 @@ def first_step(process: subprocess.Popen[str]) -> dict[str, float]:
 def phases(folder: Path, index: str) -> dict[str, float]:
     """Seconds of each thing that is done for one bare machine, one after the other."""
     from potluck.fleet import bootstrap
-    from potluck.fleet.hostfiles import NamedMachine
     from potluck.fleet.ssh import SshFleet
+    from potluck.spec.fleet_file import NamedMachine
 
     found: dict[str, float] = {}
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from potluck.lab.permission import why_not
-from potluck.spec.rig import Rig, to_toml
+from potluck.spec.rig import Rig
 from support.processes import Processes, TestProcess
-from support.rigs import short
+from support.rigs import short, to_toml
 
 REASON = why_not()
 pytestmark = [

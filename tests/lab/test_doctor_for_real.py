@@ -246,7 +246,7 @@ def test_a_folder_for_runs_on_a_full_and_on_a_read_only_disk(net: TwoMachines, t
 def test_ssh_to_a_machine_without_a_server(net: TwoMachines, tmp_path: Path) -> None:
     if shutil.which("ssh") is None:
         pytest.skip("needs ssh")
-    cluster = tmp_path / "cluster.toml"
+    cluster = tmp_path / "fleet.toml"
     cluster.write_text(f'[[machine]]\nssh = "{ADDRESSES["beta"]}"\n')
     found = diagnosed(net.alpha, "--cluster", str(cluster), status=1)
     assert found.keys() == {"ssh-refused"}

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from potluck.spec.rig import to_toml
 from support.ray_cluster import WHY_NOT
-from support.rigs import SOURCE, short
+from support.rigs import SOURCE, short, to_toml
 
 pytestmark = [
     pytest.mark.clusters,

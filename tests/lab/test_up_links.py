@@ -20,7 +20,7 @@ LAUNCHER = """
 import sys, time
 from pathlib import Path
 from potluck.fleet.bootstrap import FleetNeeds
-from potluck.fleet.hostfiles import NamedMachine
+from potluck.spec.fleet_file import NamedMachine
 from potluck.fleet.ssh import SshFleet
 folder, config, python = Path(sys.argv[1]), *sys.argv[2:4]
 machine = NamedMachine(ssh="beta", name="beta", python=python)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from potluck.fleet import agent, bootstrap, installer
-from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.remote import words_of
 from potluck.spec.agent_reports import RemoteFacts
+from potluck.spec.fleet_file import NamedMachine
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="machines of a fleet are POSIX systems")
 

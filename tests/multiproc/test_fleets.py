@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from potluck.fleet.bootstrap import FleetNeeds
-from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.interface import GuestFleet, GuestSettings
 from potluck.fleet.local import LocalFleet
 from potluck.fleet.ssh import SshFleet
+from potluck.spec.fleet_file import NamedMachine
 from potluck.wire.token import Token, encode
 from support import ray_nodes, sshd
 from support.processes import SOURCE, Processes

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from potluck.fleet.hostfiles import NamedMachine
+from potluck.spec.fleet_file import NamedMachine
 from support.sshd import SshMachines
 
 FINDINGS = {

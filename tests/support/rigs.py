@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +36,29 @@ def short(name: str, steps: int, faster: float = 5) -> Rig:
         for m in rig.machines
     )
     return replace(rig, workload=replace(rig.workload, depth=2, sequence=32, steps=steps), machines=machines)
+
+
+def to_toml(rig: Rig) -> str:
+    """The rig as the text of a file."""
+    table = msgspec.to_builtins(rig)
+    lines = [f"{key} = {_toml(table[key])}" for key in ("name", "about")]
+    lines += ["", "[workload]", *_assigned(table["workload"])]
+    for machine in table["machine"]:
+        lines += ["", "[[machine]]", *_assigned(machine)]
+    return "\n".join(lines) + "\n"
+
+
+def _assigned(table: Mapping[str, Any]) -> list[str]:
+    return [f"{key} = {_toml(value)}" for key, value in table.items() if value is not None]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        # A TOML string has JSON's escapes, and DEL is a control character too.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return "[" + ", ".join(f"{{ {', '.join(_assigned(change))} }}" for change in value) + "]"
+    return str(value)
 
 
 def processes(runtime: Path) -> list[str]:

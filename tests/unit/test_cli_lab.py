@@ -15,8 +15,9 @@ import pytest
 from potluck.cli import _app, lab
 from potluck.lab import rigs
 from potluck.lab.comparison import BenchOutcome
-from potluck.spec.rig import parse, to_toml
+from potluck.spec.rig import parse
 from support import lab_outcomes
+from support.rigs import to_toml
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,8 +13,8 @@ import pytest
 from potluck.cli import _app
 from potluck.cli.host import host
 from potluck.cli.up import _FOR_HOST, _resumed_by, _work
-from potluck.fleet.hostfiles import NamedMachine
 from potluck.report.merged_log import MergedLog
+from potluck.spec.fleet_file import NamedMachine
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from potluck.fleet.checking import FleetCheck, TriedWork, first_steps
-from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.interface import GuestEnd
 from potluck.report.plan_table import plan_lines
+from potluck.spec.fleet_file import NamedMachine
 from potluck.spec.measured import Measured
 from potluck.spec.probed import DeviceSpeed, Probed
 

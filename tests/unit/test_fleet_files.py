@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from potluck.errors import ConfigError
-from potluck.fleet.hostfiles import NamedMachine, read_fleet
+from potluck.fleet.hostfiles import read_fleet
+from potluck.spec.fleet_file import NamedMachine
 
 
 def of(*words: str) -> list[tuple[str, str, int]]:

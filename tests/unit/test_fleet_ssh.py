@@ -20,12 +20,12 @@ from potluck.doctor.usable import LOST, NO_PYTHON, unfit, unreached
 from potluck.errors import MachineError
 from potluck.fleet import agent, bootstrap
 from potluck.fleet.bootstrap import FleetNeeds
-from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.remote import AgentLink, redacted, words_of
 from potluck.fleet.ssh import SshFleet, _shell_line, ssh_command
 from potluck.spec.agent_reports import RemoteFacts
 from potluck.spec.facts import SshHost
 from potluck.spec.finding import BLOCKER
+from potluck.spec.fleet_file import NamedMachine
 from potluck.wire.token import Token, encode
 
 SHELLS = [shell for shell in ("sh", "dash", "bash", "zsh", "fish", "tcsh", "busybox") if shutil.which(shell)]

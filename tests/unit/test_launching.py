@@ -14,10 +14,10 @@ import pytest
 
 from potluck.errors import MachineError
 from potluck.fleet import launching
-from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.interface import GuestEnd, GuestSettings
 from potluck.fleet.launching import HostWork, Launcher
 from potluck.spec.finding import BLOCKER, Finding
+from potluck.spec.fleet_file import NamedMachine
 
 RUNS = GuestEnd(0, "")
 

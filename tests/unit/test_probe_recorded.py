@@ -344,8 +344,11 @@ def test_an_orphan_does_not_show_its_token() -> None:
     assert leftovers.orphan_of(7, 1, ["/usr/bin/torchrun", "--nnodes", "2"], 0.0) is not None
 
 
+MISSPELT = '[[machine]]\nssh = "box"\npyton = "/opt/py"\n'
+
+
 def test_the_cluster_file(tmp_path: Path) -> None:
-    file = tmp_path / "cluster.toml"
+    file = tmp_path / "fleet.toml"
     file.write_text('[[machine]]\nssh = "you@mac"\n[[machine]]\nssh = "box"\npython = "/opt/py"\n[[machine]]\n')
     assert ssh_login.read_cluster(file) == [("you@mac", "python3"), ("box", "/opt/py")]
     refused = Said(status=255, out="", err="you@mac: Permission denied (publickey).\r\n")
@@ -353,7 +356,7 @@ def test_the_cluster_file(tmp_path: Path) -> None:
     assert (found[0].status, found[0].said) == (255, "you@mac: Permission denied (publickey).")
     fine = ssh_login.ssh_hosts(Recorded(said={"ssh": "Python 3.12.1\n"}), [("you@mac", "python3")])
     assert fine[0].python == "Python 3.12.1"
-    for text in ("", "x", "machine = 3", '[[machine]]\nssh = "-oProxyCommand=x"', "[[machine]]\nssh = 3"):
+    for text in ("", "x", "machine = 3", '[[machine]]\nssh = "-oProxyCommand=x"', "[[machine]]\nssh = 3", MISSPELT):
         file.write_text(text)
         with pytest.raises(ConfigError):
             ssh_login.read_cluster(file)

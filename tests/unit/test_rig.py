@@ -24,9 +24,9 @@ from potluck.spec.rig import (
     loads,
     parse,
     read_text,
-    to_toml,
 )
 from potluck.train import recipes
+from support.rigs import to_toml
 
 HOST = {"name": "desk", "role": "host", "seconds_per_sample": 0.15}
 GUEST = {"name": "laptop", "seconds_per_sample": 0.6, "link_mbit": 40}

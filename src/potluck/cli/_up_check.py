@@ -11,7 +11,6 @@ import click
 
 from potluck.fleet.bootstrap import FleetNeeds
 from potluck.fleet.checking import FleetCheck
-from potluck.fleet.hostfiles import FleetFile, NamedMachine
 from potluck.fleet.launching import HostWork
 from potluck.fleet.local import HERE
 from potluck.fleet.ssh import SshFleet
@@ -19,6 +18,7 @@ from potluck.report.plan_table import plan_lines
 from potluck.report.screen import columns, show
 from potluck.report.table import table_lines
 from potluck.spec.finding import BLOCKER
+from potluck.spec.fleet_file import FleetFile, NamedMachine
 from potluck.spec.measured import Measured
 from potluck.units import bits_text, seconds_text
 

@@ -62,7 +62,7 @@ class DoctorFlags(options.ListenFlags):
 @click.option("--runs", type=click.Path(path_type=Path), help="Folder for run folders (default: runs).")
 @click.option("--run", type=click.Path(path_type=Path), help="Also check the checkpoints of this run folder.")
 @click.option(
-    "--cluster", type=click.Path(path_type=Path), help="Also try ssh to the machines of this cluster file."
+    "--cluster", type=click.Path(path_type=Path), help="Also try ssh to the machines of this fleet.toml."
 )
 @click.option("--parameters", metavar="N", help="Also check whether a model of N parameters fits (124M, 1.5B).")
 @click.option(
@@ -93,7 +93,7 @@ def doctor(settings: Settings, /, target: str | None, **flags: Unpack[DoctorFlag
       potluck doctor 192.168.1.20:7171
       potluck doctor --error run.log        what failed in that run
       torchrun train.py 2>&1 | tee run.log; potluck doctor --error run.log
-      potluck doctor --parameters 124M --cluster cluster.toml --save facts.json
+      potluck doctor --parameters 124M --cluster fleet.toml --save facts.json
     """
     _check_flags(target, flags)
     # Read before anything slow, so that a typing error is reported at once.

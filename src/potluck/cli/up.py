@@ -20,11 +20,11 @@ from potluck.errors import UserError
 
 if TYPE_CHECKING:
     from potluck.fleet.bootstrap import FleetNeeds
-    from potluck.fleet.hostfiles import FleetFile
     from potluck.fleet.launching import HostWork
     from potluck.fleet.ssh import SshFleet
     from potluck.report.merged_log import MergedLog
     from potluck.spec.finding import Finding
+    from potluck.spec.fleet_file import FleetFile
 
 _FOR_HOST = (*options.RUN_FLAGS, *options.HOST_FLAGS, "resume")
 """Options that are passed on to the host."""
@@ -178,12 +178,12 @@ def _launch(
 ) -> int:
     """`ray`: address of a Ray cluster whose nodes take part, too; empty for none."""
     from potluck.fleet.cluster import ClusterFleet, followed
-    from potluck.fleet.hostfiles import NamedMachine
     from potluck.fleet.launching import Launcher, LaunchFleet
     from potluck.fleet.life import interrupted_by_signals, reader_watched
     from potluck.fleet.local import HERE
     from potluck.fleet.ssh import SshFleet
     from potluck.report.merged_log import MergedLog
+    from potluck.spec.fleet_file import NamedMachine
 
     runs = runs_folder(flags["runs"], settings.environment)
     machines = [*fleet.machine, *([] if host else [NamedMachine(name=HERE)])]

@@ -196,7 +196,7 @@ def resolve(config: Config | None, environ: Mapping[str, str], facts: ConfigCont
     )
 
 
-def disagreement(by_rank: Mapping[int, Mapping[str, Any]]) -> CollectiveError | None:
+def disagreement(by_rank: Mapping[int, SharedSettings]) -> CollectiveError | None:
     """The error to raise if ranks have different settings (`shared()` of each); None if they agree."""
     ranks = sorted(by_rank)
     for name in SHARED:

@@ -201,7 +201,7 @@ def checkpoints(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
 
 
 def ssh(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
-    """Machines of a cluster file that must allow a login without a password (pain 21)."""
+    """Machines of a fleet.toml that must allow a login without a password (pain 21)."""
     for host in facts.ssh:
         if host.status == 0 and host.python:
             yield Fine(machine=facts.name, what=f"ssh {host.host}: no password needed, {host.python}")

@@ -490,7 +490,7 @@ RUNNING: tuple[Signature, ...] = (
         ),
         what="the launcher could not log in to a machine by ssh without a password",
         breaks="the start on that machine, and so everywhere",
-        fix="ssh-copy-id you@machine\npotluck doctor --cluster cluster.toml   (tries each of them)",
+        fix="ssh-copy-id you@machine\npotluck doctor --cluster fleet.toml   (tries each of them)",
         potluck="needs no ssh: a person types potluck join TOKEN on each machine",
         pains=(21,),
     ),

@@ -23,10 +23,10 @@ from potluck._version import __version__
 from potluck.errors import ConfigError
 from potluck.fleet import installer
 from potluck.fleet.agent import AgentWants
-from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.installer import InstallPlan
 from potluck.fleet.remote import words_of
 from potluck.spec.agent_reports import RemoteFacts
+from potluck.spec.fleet_file import NamedMachine
 
 MODULES = ("torch", "numpy", "zmq", "rich", "psutil", "safetensors", "click", "msgspec")
 """The modules that Potluck imports from its requirements."""

@@ -21,7 +21,6 @@ import msgspec
 from potluck.errors import INTERRUPTED, MachineError, PotluckError, ScriptError
 from potluck.fleet.agent import CommandOptions
 from potluck.fleet.bootstrap import FleetNeeds
-from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.interface import GuestFleet, GuestSettings
 from potluck.fleet.launching import HostWork, Launcher, LaunchObserver, ReadyMachine
 from potluck.fleet.local import HERE, end_words
@@ -29,6 +28,7 @@ from potluck.fleet.remote import RemoteTask
 from potluck.fleet.ssh import SshFleet
 from potluck.spec.events import CheckpointSaved, RunEnded, RunEvent, from_json
 from potluck.spec.finding import Finding
+from potluck.spec.fleet_file import NamedMachine
 
 LOOK_S = 1.0
 """How often the engine is asked for its machines."""

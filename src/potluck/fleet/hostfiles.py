@@ -1,67 +1,27 @@
 """Reads the machines of a fleet from names on the command line, fleet.toml, and the host files of other launchers.
 
-    host = "desk"                          # optional: where the host runs (default: here)
-    [[machine]]
-    ssh = "old@laptop"                     # as for `ssh`: a name of ~/.ssh/config, or user@address
-    name = "laptop"                        # optional, as the rest
-    python = "/home/old/.venv/bin/python"
-
-Also read as they are: the JSON of mlx.launch, `host slots=N` of DeepSpeed and MPI, accelerate's YAML.
+`spec/fleet_file.py` has the keys of fleet.toml. Also read as they are: the JSON of mlx.launch, `host slots=N` of
+DeepSpeed and MPI, accelerate's YAML.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from potluck import checked
-from potluck.bounds import Many, Positive, Text
-from potluck.doctor.facts.ssh_login import EXAMPLE
+from potluck.bounds import Many, Text
 from potluck.errors import ConfigError, UserError
 from potluck.fleet.local import HERE
+from potluck.spec.config import MOST_GUESTS
+from potluck.spec.fleet_file import EXAMPLE, FleetFile, NamedMachine
 
-CACHE = "~/.cache/potluck"
-MOST_MACHINES = 64
 _SLOTS = re.compile(r"(\S+?)(?::(\d+))?(?:\s+(?:slots|max[-_]slots)\s*=\s*(\d+))*\s*")
-
-
-class NamedMachine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One machine and how to connect to it."""
-
-    ssh: Text = ""
-    """As for `ssh`; empty for this machine."""
-    name: Text = ""
-    """Name in logs and tables; made from `ssh` if not given."""
-    python: Text = ""
-    """The interpreter to use there; if it has all that Potluck needs, nothing is installed."""
-    cache: Text = CACHE
-    """Folder there for Potluck and its environments."""
-    folder: Text = ""
-    """Working folder there, if the host runs there."""
-    device: Text | None = None
-    threads: Positive | None = None
-    micro_batch: Positive | None = None
-    slots: Positive = 1
-    """Guests to start, one per GPU; at most as many as there are GPUs."""
-
-    def __post_init__(self) -> None:
-        # ssh takes what begins with a dash for an option.
-        if self.ssh.startswith("-") or any(c.isspace() for c in self.ssh):
-            raise ConfigError(f"ssh = {self.ssh!r} is not the name of a machine", hint=EXAMPLE)
-
-
-class FleetFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The machines, and which one is the host."""
-
-    machine: Many[NamedMachine] = ()
-    host: Text = ""
-    """Name of the machine that hosts; empty: this machine, which is not in the list."""
 
 
 def read_fleet(words: Sequence[str]) -> FleetFile:
@@ -78,9 +38,9 @@ def read_fleet(words: Sequence[str]) -> FleetFile:
             host = file.host or host
         else:
             machines.append(NamedMachine(ssh=word))
-    if len(machines) > MOST_MACHINES:
+    if len(machines) > MOST_GUESTS:
         raise ConfigError(
-            f"{len(machines)} machines are too many", hint=f"at most {MOST_MACHINES} guests take part"
+            f"{len(machines)} machines are too many", hint=f"at most {MOST_GUESTS} guests take part"
         )
     named = _with_names(machines)
     if host and host not in [m.name for m in named]:
@@ -151,15 +111,25 @@ def _read_file(path: Path) -> FleetFile:
     return file
 
 
+class _MlxHost(Struct, frozen=True):
+    ssh: Text
+
+
+class _MlxHosts(Struct, frozen=True):
+    hosts: Many[_MlxHost]
+
+
+_MLX: msgspec.json.Decoder[tuple[_MlxHost, ...] | _MlxHosts] = checked.decoder(Many[_MlxHost] | _MlxHosts)
+
+
 def _of_mlx(text: str, path: Path) -> list[NamedMachine]:
     """[{"ssh": "host1", "ips": […]}, …], or the same below "hosts"."""
     try:
-        content: Any = json.loads(text)
-        hosts = content["hosts"] if isinstance(content, dict) else content
-        return [NamedMachine(ssh=host["ssh"]) for host in hosts]
-    except (ValueError, TypeError, KeyError) as error:
+        hosts = _MLX.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
         hint = 'mlx.launch writes it like this: [{"ssh": "host1", "ips": ["192.168.1.7"]}]'
-        raise ConfigError(f"{path} is not a host file of mlx.launch: {error!r}", hint=hint) from None
+        raise ConfigError(f"{path} is not a host file of mlx.launch: {error}", hint=hint) from None
+    return [NamedMachine(ssh=host.ssh) for host in (hosts.hosts if isinstance(hosts, _MlxHosts) else hosts)]
 
 
 def _of_mpi(text: str, path: Path) -> list[NamedMachine]:

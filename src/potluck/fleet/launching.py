@@ -17,10 +17,10 @@ from typing import Any, Protocol, Unpack
 from potluck.doctor import usable as checks
 from potluck.errors import INTERRUPTED, MachineError
 from potluck.fleet.agent import CommandOptions
-from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.interface import GuestEnd, GuestSettings, StartedGuest
 from potluck.fleet.remote import RemoteTask
 from potluck.spec.finding import Finding
+from potluck.spec.fleet_file import NamedMachine
 
 RAY = "ray://"
 """Prefix of a Ray cluster's address among the names of machines."""

@@ -22,12 +22,12 @@ from potluck.doctor import usable as checks
 from potluck.errors import MachineError
 from potluck.fleet import agent, bootstrap
 from potluck.fleet.agent import AgentWants, CommandOptions
-from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.interface import GuestSettings
 from potluck.fleet.remote import AgentLink, RemoteTask, words_of
 from potluck.spec.agent_reports import RemoteFacts
 from potluck.spec.facts import SshHost
 from potluck.spec.finding import BLOCKER, Finding
+from potluck.spec.fleet_file import NamedMachine
 
 CONNECT_S = 5
 GREET_S = 25.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import re
 import threading
@@ -21,7 +20,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from msgspec import to_builtins
+import msgspec
 
 from potluck.spec.events import (
     GuestLeft,
@@ -205,7 +204,7 @@ class Recorder:
             t_s=round(time_s - self._started, 4),
             clock_s=self._started,
         )
-        text = "".join(json.dumps(to_builtins(line)) + "\n" for line in (head, *lines))
+        text = b"".join(msgspec.json.encode(line) + b"\n" for line in (head, *lines))
         with contextlib.suppress(OSError):
             path = self._new_file(text)
             self.files += 1
@@ -222,7 +221,7 @@ class Recorder:
             with contextlib.suppress(OSError):
                 self._paths.pop().unlink()
 
-    def _new_file(self, text: str) -> Path:
+    def _new_file(self, text: bytes) -> Path:
         assert self._folder is not None
         stem = "flight-" + re.sub(r"[^A-Za-z0-9._-]", "_", self.name)[:60]
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -230,7 +229,7 @@ class Recorder:
         path = self._folder / f"{stem}-{number}.jsonl"
         # A new file and nobody else's: the folder may be one that all users of the machine write to.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "wb") as file:
             file.write(text)
         for old in sorted(self._numbers(stem))[:-MOST_FILES]:
             with contextlib.suppress(OSError):

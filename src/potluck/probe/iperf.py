@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import shutil
@@ -11,11 +10,29 @@ import socket
 import subprocess
 import time
 
+import msgspec
+
+from potluck import checked
+from potluck.bounds import Above0
 from potluck.spec.probed import Rate
 
 PROGRAM = "iperf3"
 START_S = 2.0
 _MOST_TEXT = 4 << 20
+
+
+class _IperfRate(msgspec.Struct, frozen=True):
+    bits_per_second: Above0
+
+
+class _IperfEnd(msgspec.Struct, frozen=True):
+    sum_received: _IperfRate
+
+
+class _IperfReport(msgspec.Struct, frozen=True):
+    """The part of iperf3's JSON that is read."""
+
+    end: _IperfEnd
 
 
 def installed() -> bool:
@@ -74,10 +91,6 @@ def measure(address: str, port: int, *, reverse: bool, seconds: float) -> Rate |
 def rate_in(said: bytes) -> Rate | None:
     """The received rate, from iperf3's JSON."""
     try:
-        table = json.loads(said)["end"]
-        bits = table["sum_received"]["bits_per_second"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return Rate(bytes_per_s=checked.decode(said, _IperfReport).end.sum_received.bits_per_second / 8)
+    except (msgspec.MsgspecError, RecursionError):
         return None
-    if isinstance(bits, bool) or not isinstance(bits, int | float) or not 0 < bits < math.inf:
-        return None
-    return Rate(bytes_per_s=bits / 8)

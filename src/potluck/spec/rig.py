@@ -5,13 +5,11 @@ Users' files use these keys: add keys, never rename one.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
@@ -216,26 +214,3 @@ def parse(table: Mapping[str, Any]) -> Rig:
 def _usable_name(name: str) -> bool:
     """Whether a name is usable in tables, in plots and at the start of file names."""
     return 0 < len(name) <= MOST_NAME and name[0].isalnum() and all(c.isalnum() or c in "-_." for c in name)
-
-
-def to_toml(rig: Rig) -> str:
-    """The rig as the text of a file."""
-    table = msgspec.to_builtins(rig)
-    lines = [f"{key} = {_toml(table[key])}" for key in ("name", "about")]
-    lines += ["", "[workload]", *_assigned(table["workload"])]
-    for machine in table["machine"]:
-        lines += ["", "[[machine]]", *_assigned(machine)]
-    return "\n".join(lines) + "\n"
-
-
-def _assigned(table: Mapping[str, Any]) -> list[str]:
-    return [f"{key} = {_toml(value)}" for key, value in table.items() if value is not None]
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, str):
-        # A TOML string has JSON's escapes, and DEL is a control character too.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, tuple):
-        return "[" + ", ".join(f"{{ {', '.join(_assigned(change))} }}" for change in value) + "]"
-    return str(value)

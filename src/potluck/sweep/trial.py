@@ -22,10 +22,10 @@ from potluck import checked
 from potluck.errors import MachineError
 from potluck.fleet import agent
 from potluck.fleet.bootstrap import FleetNeeds, variables_here
-from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.remote import AgentLink, words_of
 from potluck.fleet.sealed import seal
 from potluck.spec.events import CheckpointSaved, Logged, RunStarted, StepEnded, from_json
+from potluck.spec.fleet_file import NamedMachine
 from potluck.sweep.spec import CheckpointOrigin, SweepWork, Trial, TrialNews
 
 PATIENCE_S = 2.0

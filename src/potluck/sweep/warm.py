@@ -6,10 +6,12 @@ start.
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import sys
+
+from potluck import checked
+from potluck.bounds import Many, Text
 
 
 def main() -> None:
@@ -27,7 +29,7 @@ def main() -> None:
         if not (byte := os.read(0, 1)):
             return  # no trial came
         line += byte
-    sys.argv[1:] = json.loads(line)
+    sys.argv[1:] = checked.decoder(Many[Text]).decode(line)
     runpy.run_module("potluck", run_name="__main__")
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import zmq
 from zmq.utils import z85
 
-from potluck import durable
+from potluck import checked, durable
 from potluck.errors import RunFolderError
 
 KEY_BYTES = 32
-_NAMES = ("public", "secret", "guest_public", "guest_secret")
 _MAX_FILE_BYTES = 4096
 
 
@@ -27,6 +27,21 @@ class HostKeys:
     secret: bytes = field(repr=False)
     guest_public: bytes
     guest_secret: bytes = field(repr=False)
+
+
+HexKey = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{2 * KEY_BYTES}}}$", max_length=2 * KEY_BYTES)]
+
+
+class _KeyFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The file of `HostKeys`."""
+
+    public: HexKey
+    secret: HexKey
+    guest_public: HexKey
+    guest_secret: HexKey
+
+
+_NAMES = _KeyFile.__struct_fields__
 
 
 def new_keys() -> HostKeys:
@@ -49,7 +64,7 @@ def public_of(secret: bytes) -> bytes:
 def save_keys(path: str | Path, keys: HostKeys) -> None:
     """Write the keys, readable only by this user at any moment; replaces the file atomically."""
     path = Path(path)
-    text = json.dumps({name: getattr(keys, name).hex() for name in _NAMES}, indent=1) + "\n"
+    text = checked.to_json(_KeyFile(**{name: getattr(keys, name).hex() for name in _NAMES})) + "\n"
     try:
         durable.replace(path, text, what="keys", private=True)
     except OSError as error:
@@ -72,15 +87,14 @@ def load_keys(path: str | Path) -> HostKeys:
             hint="without this file the run needs a new token: start the host with new keys",
         ) from None
     try:
-        values = json.loads(raw.decode("ascii"))
-        keys = HostKeys(**{name: bytes.fromhex(values[name]) for name in _NAMES})
+        stored = checked.decode(raw, _KeyFile)
+        keys = HostKeys(**{name: bytes.fromhex(getattr(stored, name)) for name in _NAMES})
         whole = (
             len(raw) <= _MAX_FILE_BYTES
-            and len(keys.secret) == len(keys.guest_secret) == KEY_BYTES
             and public_of(keys.secret) == keys.public
             and public_of(keys.guest_secret) == keys.guest_public
         )
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (msgspec.MsgspecError, RecursionError):
         whole = False
     if not whole:
         # `from None` and no quoting: the text of a damaged file may still be most of a secret.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import sys
 from pathlib import Path
 
+import msgspec
 import psutil
 
+from potluck import checked
 from potluck.doctor.facts.system import System
 from potluck.spec.facts import Gpu, Power, Torch
 
@@ -60,10 +61,9 @@ def version_field(text: str, name: str) -> str | None:
 
 def answered(text: str) -> tuple[bool | None, bool | None, bool | None]:
     try:
-        cuda, built, available = json.loads(text.strip().splitlines()[-1])
-    except (ValueError, IndexError, TypeError):
+        return checked.decode(text.strip().splitlines()[-1], tuple[bool, bool, bool])
+    except (msgspec.MsgspecError, IndexError):
         return None, None, None
-    return bool(cuda), bool(built), bool(available)
 
 
 def gpus(system: System) -> tuple[Gpu, ...]:

@@ -1,19 +1,15 @@
-"""Tries to log in to the machines of a cluster file without a password. Runs one harmless command there.
-
-[[machine]]
-ssh = "you@192.168.1.7"
-python = "/home/you/.venv/bin/python"    # optional
-"""
+"""Tries to log in to the machines of a fleet.toml without a password. Runs one harmless command there."""
 
 from __future__ import annotations
 
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from potluck import checked
 from potluck.doctor.facts.system import System
 from potluck.errors import ConfigError
 from potluck.spec.facts import SshHost
+from potluck.spec.fleet_file import EXAMPLE, FleetFile
 
 CONNECT_S = 4
 ANSWER_S = 7.0
@@ -21,29 +17,13 @@ MOST_HOSTS = 64
 
 
 def read_cluster(path: Path) -> list[tuple[str, str]]:
-    """(host, interpreter) of every machine in the file that has `ssh`."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"the cluster file {path} cannot be read: {error}", hint=EXAMPLE) from None
-    machines = content.get("machine", [])
-    if not isinstance(machines, list) or not all(isinstance(m, dict) for m in machines):
-        raise ConfigError(f"{path}: machine is not a list of tables", hint=EXAMPLE)
-    found = []
-    for machine in machines:
-        host, python = machine.get("ssh"), machine.get("python", "python3")
-        if host is None:
-            continue
-        # A host that begins with a dash would be an option of ssh's.
-        if not isinstance(host, str) or not host or host[0] == "-" or not isinstance(python, str) or not python:
-            raise ConfigError(f"{path}: ssh = {host!r}, python = {python!r} are not valid", hint=EXAMPLE)
-        found.append((host, python))
+    """(host, interpreter) of every machine in a fleet.toml that has `ssh`."""
+    text = checked.read_text(path, missing="--cluster takes the path of a fleet.toml", example=EXAMPLE)
+    machines = checked.from_toml(text, FleetFile, str(path), example=EXAMPLE).machine
+    found = [(machine.ssh, machine.python or "python3") for machine in machines if machine.ssh]
     if not found:
         raise ConfigError(f"{path} names no machine with ssh = …", hint=EXAMPLE)
     return found[:MOST_HOSTS]
-
-
-EXAMPLE = 'write it like this: [[machine]] and below it ssh = "you@192.168.1.7"'
 
 
 def ssh_hosts(system: System, hosts: list[tuple[str, str]]) -> tuple[SshHost, ...]:
