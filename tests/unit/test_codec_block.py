@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from potluck.balance.codecs import BLOCK
 from potluck.codec import get
-from potluck.codec.block import BLOCK, BlockCodec, Int4Codec, Int8Codec
+from potluck.codec.block import BlockCodec, Int4Codec, Int8Codec
 
 CODECS = (Int8Codec(), Int4Codec())
 SMALLEST = 2.0**-126

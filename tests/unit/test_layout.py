@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from potluck.balance.codecs import BLOCK
 from potluck.errors import WireError
 from potluck.hub.layout import (
-    BLOCK,
     LARGEST_PIECE,
     SMALLEST_PIECE,
     Layout,

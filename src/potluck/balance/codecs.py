@@ -20,8 +20,10 @@ from potluck.units import percent_text, seconds_text
 
 AUTO, INT4, THIN = "auto", "int4", "thin"
 """auto is no codec, but the choice of one for each guest by its link."""
-_BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
-"""Bytes per parameter of each codec; int8 and int4 have a scale of two bytes for every 128 values."""
+BLOCK = 128
+"""Values with a common scale in the codecs that have scales."""
+_BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 2 / BLOCK, "int4": 0.5 + 2 / BLOCK}
+"""Bytes per parameter of each codec; a scale has two bytes."""
 _THIN_BITS = 2.05
 """Bits per parameter of thin, the mean of both directions; the length of its messages depends on the values."""
 _TOPK_BYTES = 6.0

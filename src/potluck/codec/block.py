@@ -20,6 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from potluck.balance.codecs import BLOCK
 from potluck.codec import fused
 from potluck.codec.interface import Report
 from potluck.codec.tensors import (
@@ -34,8 +35,6 @@ from potluck.codec.tensors import (
     scratch,
     spans,
 )
-
-BLOCK = 128
 
 INFINITY = 0x7F80_0000  # as an integer, every finite magnitude is below it and every NaN above
 SMALLEST = 0x0080_0000  # 2^-126, the smallest normal number: some devices take anything less for zero

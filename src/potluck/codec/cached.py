@@ -18,7 +18,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from potluck.codec.block import BF16, BLOCK, INFINITY, NO_FRACTION, ROUND_UP, SMALLEST, BlockCodec
+from potluck.balance.codecs import BLOCK
+from potluck.codec.block import BF16, INFINITY, NO_FRACTION, ROUND_UP, SMALLEST, BlockCodec
 from potluck.codec.interface import Codec
 from potluck.codec.tensors import MAGNITUDE, checked_payload, spans
 

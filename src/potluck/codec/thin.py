@@ -13,7 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from potluck.codec.block import BLOCK, Int4Codec, rounded_up
+from potluck.balance.codecs import BLOCK
+from potluck.codec.block import Int4Codec, rounded_up
 from potluck.codec.names import DEFAULT_STEP
 from potluck.codec.tensors import spans
 

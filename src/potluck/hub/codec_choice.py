@@ -25,7 +25,7 @@ USUAL_TAIL_S = 0.15
 lab (`plan/hub.py`). This is two and a half times that, so that a briefly busy machine does not count as a slow
 link."""
 
-INT4_BYTES = 66 / 128
+INT4_BYTES = codec_bytes(INT4)
 """Bytes per parameter, including its share of a scale."""
 FINE = "fp16"
 FINE_PART = codec_bytes(FINE) / codec_bytes(INT4)

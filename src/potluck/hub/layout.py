@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from potluck.balance.codecs import BLOCK
 from potluck.spec.model_description import TensorSpec
-
-BLOCK = 128
-"""Pieces are split at multiples of this many values, the block of the coarsest codec."""
 
 SMALLEST_PIECE = 1 << 16
 USUAL_PIECE = 1 << 20
@@ -56,7 +54,7 @@ def piece_size(total: int) -> int:
     wanted = max(total // PIECES_WANTED, SMALLEST_PIECE)
     if wanted > USUAL_PIECE:
         wanted = min(total // FEWEST_PIECES, LARGEST_PIECE)
-    return -(-wanted // BLOCK) * BLOCK
+    return -(-wanted // BLOCK) * BLOCK  # so that no codec's block is in two pieces
 
 
 def make_layout(tensors: Sequence[TensorSpec], size: int | None = None) -> Layout:

@@ -19,7 +19,6 @@ import psutil
 from potluck.lab.peer_run import (
     HOST_RANK,
     LAST_REPORTS_S,
-    START_S,
     Board,
     Orders,
     PeerTraining,
@@ -27,6 +26,7 @@ from potluck.lab.peer_run import (
     StepRecord,
     main,
 )
+from potluck.lab.worker_spec import START_S
 
 MATCHMAKING_S = 2.0
 """Peers look for each other this long before they expect the batch to be full, while they still compute."""

@@ -24,13 +24,11 @@ from potluck.bounds import Finite, Many, Natural, Text
 from potluck.checked import build, decode
 from potluck.device import pick
 from potluck.errors import GuestsMissingError, HostGoneError, PotluckError
-from potluck.lab.worker_spec import RankSpec, WorkerSpec, WorkerStep, read_spec
+from potluck.lab.worker_spec import START_S, RankSpec, WorkerSpec, WorkerStep, read_spec
 from potluck.train import recipes
 from potluck.train.data import Loader, epoch_order, to_device
 
 HOST_RANK = 0
-START_S = 90.0
-"""Time for all processes to start and find each other on a busy box."""
 STEP_LIMIT_S = 600.0
 """No step and no exchange may take longer."""
 LAST_REPORTS_S = 15.0

@@ -26,8 +26,8 @@ import psutil
 import torch
 
 from potluck.errors import GuestsMissingError
-from potluck.lab.peer_run import START_S, STEP_LIMIT_S, Board, Orders, PeerTraining, main
-from potluck.lab.worker_spec import WorkerStep
+from potluck.lab.peer_run import STEP_LIMIT_S, Board, Orders, PeerTraining, main
+from potluck.lab.worker_spec import START_S, WorkerStep
 
 PORT = 6380
 Arrays = list[np.ndarray[Any, Any]]

@@ -18,7 +18,7 @@ from potluck.lab.box import Box
 from potluck.lab.meter import StageMeter
 from potluck.lab.stage import Actor, Progress, Report, Stage
 from potluck.lab.striker import Striker
-from potluck.lab.worker_spec import RankSpec, WorkerSpec, WorkerStep
+from potluck.lab.worker_spec import START_S, RankSpec, WorkerSpec, WorkerStep
 from potluck.lab.workload import device_name, recipe_flags, recipe_settings
 from potluck.plan import about
 from potluck.spec.events import RunEvent, RunStarted, StepEnded, from_json
@@ -30,8 +30,6 @@ from potluck.spec.rig import Machine, Rig
 
 STRATEGIES = (SOLO, DDP, DDP_BALANCED, POTLUCK)
 
-START_S = 90.0
-"""Time for a process to start: importing torch on a busy machine, connecting over a slow link."""
 ALONE_S = 4.0
 """A guest's own speed is measured over steps of about this long, or as long as the host's."""
 ALONE_STEPS = 4

@@ -21,7 +21,6 @@ from torch.futures import Future
 from potluck.lab.peer_run import (
     HOST_RANK,
     LAST_REPORTS_S,
-    START_S,
     STEP_LIMIT_S,
     Board,
     Orders,
@@ -30,6 +29,7 @@ from potluck.lab.peer_run import (
     StepRecord,
     main,
 )
+from potluck.lab.worker_spec import START_S
 
 QUORUM_TICK_MS = 10
 RETRIES = 3

@@ -12,6 +12,8 @@ from potluck import checked
 from potluck.bounds import Finite, Many, Named, Natural, Positive, Seed, Text
 from potluck.spec.manifest import RecipeEntry
 
+START_S = 90.0
+"""Time for all processes to start and find each other: importing torch on a busy machine, over a slow link."""
 _WRITE = "write it as the bench does"
 
 
