@@ -27,8 +27,8 @@ from potluck.spec.fleet_file import NamedMachine
         (["up", "no-such.toml", "--", "x.py"], 2, "cannot read no-such.toml"),
         (["up", "desk", "--", "no_such.py"], 2, "cannot read no_such.py"),
         (["up", "desk", "--with", ";rm", "--", "gpt"], 2, "--with"),
-        (["up", "desk", "--fleet", "ray", "--host", "node", "--", "x.py"], 2, "hosts only for other nodes"),
-        (["up", "--fleet", "ray", "--check"], 2, "no --check with it"),
+        (["up", "desk", "--fleet", "ray", "--host", "node", "--", "x.py"], 2, "takes only Ray nodes as guests"),
+        (["up", "--fleet", "ray", "--check"], 2, "checks only machines of ssh"),
     ],
 )
 def test_mistakes_are_said_before_anything_starts(

@@ -102,11 +102,13 @@ class PlanFlags(TypedDict):
     "prices",
     multiple=True,
     metavar="[DEVICE=]AMOUNT/h",
-    help="Rent of an hour of all these machines (2.10/h) or of another device (H100=2.10/h): what a billion tokens "
-    "cost. May be repeated.",
+    help="Hourly rent of all these machines (2.10/h), or of another device (H100=2.10/h). Adds the cost of a "
+    "billion tokens. May be repeated.",
 )
 @click.option(
-    "--electricity", metavar="AMOUNT/kWh", help="Price of your electricity (0.30/kWh): what a billion tokens cost."
+    "--electricity",
+    metavar="AMOUNT/kWh",
+    help="Price of your electricity (0.30/kWh). Adds the cost of a billion tokens.",
 )
 @click.option("--catalogue", is_flag=True, help="List the devices, links and models known by name.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")

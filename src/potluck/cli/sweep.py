@@ -72,7 +72,13 @@ class SweepFlags(TypedDict):
 @click.option(
     "--send", multiple=True, type=click.Path(path_type=Path), metavar="FILE", help="As for `potluck host`."
 )
-@click.option("--checkpoint-every", default=50, show_default=True, metavar="N", help="Save a trial every N steps.")
+@click.option(
+    "--checkpoint-every",
+    default=50,
+    show_default=True,
+    metavar="N",
+    help="Save a checkpoint of each trial every N steps.",
+)
 @click.option(
     "--storage",
     type=click.Path(path_type=Path),

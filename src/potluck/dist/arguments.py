@@ -113,7 +113,7 @@ def cut(name: str, whole: Tensor, part: Tensor, world: int) -> list[Tensor]:
     if whole.shape[0] % world == 0:
         return list(whole.detach().tensor_split(world))
     raise CollectiveError(
-        f"{name}: a tensor of shape {tuple(whole.shape)} with gaps cannot be cut between {world} ranks",
+        f"{name}: a tensor of shape {tuple(whole.shape)} is not contiguous, so {world} ranks cannot divide it",
         hint="call contiguous() first",
     )
 

@@ -114,7 +114,7 @@ class Segment:
         try:
             about = os.fstat(fd)
             if about.st_uid != os.geteuid() or about.st_size < _HEAD_BYTES + nbytes:
-                raise NetworkError("the shared memory found is of another user or too small")
+                raise NetworkError("the shared memory belongs to another user, or is too small")
             segment = cls(fd, nbytes, address, where if kind == "posix" else None)
         except BaseException:
             os.close(fd)

@@ -105,7 +105,7 @@ def _unreached(case: Case, between: Between, tries: list[Reach]) -> Finding:
         return Finding(
             code="firewall-here-outgoing",
             machine=case.here.name,
-            what=f"this machine's own firewall does not let connections to {at} out",
+            what=f"this machine's own firewall blocks connections to {at}",
             breaks=nobody,
             fix=f"sudo iptables -I OUTPUT -p tcp --dport {tries[0].port} -j ACCEPT   (nft: an output chain)",
             pains=(6,),
@@ -140,7 +140,7 @@ def _silent_or_refused(case: Case, between: Between, tries: list[Reach], base: d
             code="firewall-there",
             severity=BLOCKER,
             machine=who,
-            what=f"{who} lets no connection to port {first.port} in: the firewall of that side blocks",
+            what=f"{who} blocks connections to port {first.port}: its firewall does not admit them",
             how=f"{base['how']}; but {proof}",
             breaks=nobody,
             fix=f"on {who}: sudo ufw allow {first.port}/tcp   (macOS: System Settings → Network → Firewall)",
@@ -167,7 +167,7 @@ def _apart(case: Case, address: str, who: str, base: dict[str, str]) -> Finding:
         fix = "is that machine on? Is it a guest Wi-Fi, whose router keeps machines apart (AP isolation)? "
         fix += "Put both on one network or cable, or a VPN such as Tailscale on both"
     else:
-        code, what = "not-on-this-network", f"there is no way from this machine's networks to {address}"
+        code, what = "not-on-this-network", f"no network of this machine leads to {address}"
         fix = "put both machines on one network, or a VPN such as Tailscale on both"
     nobody = "this machine cannot join that host"
     return Finding(code=code, machine=who, what=what, breaks=nobody, fix=fix, pains=(11,), **base)
@@ -258,7 +258,7 @@ def way_back(case: Case) -> Iterator[Finding | Fine]:
         code="blocked-here",
         severity=WARNING,
         machine=case.here.name,
-        what=f"{case.here.name} does not let connections in: this side blocks",
+        what=f"{case.here.name} blocks incoming connections: the firewall is on this side",
         how=f"{other_name(case)} tried {first.address}:{first.port}: {first.outcome}; the other direction works",
         breaks="this machine cannot be the host for that one (as its guest it is fine); torchrun and gloo need "
         "both ways",

@@ -269,7 +269,7 @@ def firewall(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
         code="firewall-blocks",
         severity=WARNING,
         machine=facts.name,
-        what=f"the firewall ({wall.tool}) does not let connections to port {port} in",
+        what=f"the firewall ({wall.tool}) blocks incoming connections to port {port}",
         how=f"{wall.how}: {_policy(wall)}",
         breaks="nobody can join a host on this machine; as a guest it is fine",
         fix=allow_command(wall, port) + f"   and then: potluck host --port {port}",

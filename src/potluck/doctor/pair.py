@@ -42,7 +42,7 @@ def big_messages(case: Case) -> Iterator[Finding | Fine]:
             code="mtu-black-hole",
             severity=BLOCKER,
             machine=case.here.name,
-            what=f"full packets vanish {' and '.join(ways)}: the MTU is too large for something in between",
+            what=f"full-size packets are lost {' and '.join(ways)}: the MTU is too large for something in between",
             how=f"a message of {small[0].size_bytes} bytes arrived, one of {bytes_text(lost[0].size_bytes)} did "
             f"not within {seconds_text(lost[0].seconds)}, on the same kind of connection",
             breaks="the connection opens and then hangs, here as everywhere",

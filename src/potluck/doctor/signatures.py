@@ -253,7 +253,7 @@ CONNECTING: tuple[Signature, ...] = (
     Signature(
         code="no-route",
         words=("No route to host", "Network is unreachable"),
-        what="there is no way from this machine to another one of the group",
+        what="this machine has no route to another machine of the group",
         breaks="the start: machines on different networks, a guest Wi-Fi that keeps them apart, or a wrong address",
         fix="potluck doctor ADDRESS   (of the other machine: it says what is in between)",
         potluck="joins over any network on which one can reach the host, a VPN such as Tailscale included",

@@ -154,7 +154,7 @@ def windows(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             code="windows",
             severity=NOTE,
             machine=facts.name,
-            what="Potluck's own transport runs on Windows, but nobody has trained with it there yet",
+            what="Potluck has never trained on real Windows hardware",
             how="sys.platform is win32; see docs/unverified.md",
             breaks="torchrun: some of torch's Windows builds have no libuv (`use_libuv was requested but "
             "PyTorch was build without libuv support`)",

@@ -60,7 +60,7 @@ def check_together(
     there = bool(clusters and host and host not in names)
     if there and fleet.machine:
         raise UserError(
-            "a node of the Ray cluster hosts only for other nodes",
+            "a host on a Ray node takes only Ray nodes as guests",
             hint="leave out the ssh machines, or leave out --host",
         )
     if host and not there and host not in names:
@@ -70,7 +70,7 @@ def check_together(
             raise ConfigError(f"--only {name!r} is not one of the machines", hint=f"this one is called {HERE}")
     if len(clusters) > 1 or (clusters and check):
         raise UserError(
-            "potluck up takes one Ray cluster, and no --check with it", hint="`ray status` shows its nodes"
+            "potluck up takes one Ray cluster, and checks only machines of ssh", hint="`ray status` shows its nodes"
         )
 
 

@@ -248,7 +248,7 @@ class NamespaceBox(Box):
     def _is_gone(self, machine: str) -> UserError:
         return UserError(
             f"the emulated machine {machine} is gone: the process that held it was ended",
-            hint=f"leave the rig {self._rig.name} everywhere, then begin again",
+            hint=f"exit every shell and command on the rig {self._rig.name}, then start it again",
         )
 
     def _for_a_proxy(self, machine: str, command: Sequence[str]) -> list[str]:

@@ -123,7 +123,7 @@ class Proxy:
             listener.listen(MOST_CONNECTIONS)
         except OSError as error:
             listener.close()
-            raise NetworkError(f"no way from 127.0.0.1 port {port} to {target[0]}: {error}") from error
+            raise NetworkError(f"the proxy cannot listen at port {port} for {target[0]}: {error}") from error
         listener.setblocking(False)
         self._listeners.append(listener)
         self.flow.selector.register(

@@ -78,7 +78,7 @@ def costs(
             continue
         if model is None:
             raise ConfigError(
-                f"a rig has no FLOPs per sample, so what {price.device} would cost is unknown",
+                f"a rig does not say how many FLOPs a sample takes, so the cost on {price.device} is unknown",
                 hint="name the machines: --machine",
             )
         rented = fleet_inputs.from_words([f"rented={price.device}"], model, precision).fleet

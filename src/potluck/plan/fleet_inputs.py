@@ -111,7 +111,9 @@ def _from_word(word: str, model: Model, precision: str) -> list[_Named]:
     if "watts" in values:
         machine = replace(machine, watts=_number(name, "watts", values, 0.1, 1e6) / count)
     if "intra" in values and count == 1:
-        raise ConfigError(f"machine {name!r} has intra= but one device", hint=f'several are "{name}=8x{device}"')
+        raise ConfigError(
+            f"machine {name!r} has intra= but only one device", hint=f'write several as "{name}=8x{device}"'
+        )
     if count == 1:
         return [_Named(machine=machine, host="host" in values, assumed=assumed)]
     sheet, said = _intra(machine, values.get("intra", ""), count)
@@ -327,7 +329,7 @@ def _fleet(found: Sequence[_Named]) -> Given:
         raise ConfigError("there is no machine to plan for", hint=_EXAMPLE)
     hosts = [named for named in found if named.host]
     if len(hosts) > 1:
-        raise ConfigError(f"{len(hosts)} machines are the host", hint="one of them, or none: the fastest is taken")
+        raise ConfigError(f"{len(hosts)} machines are marked as host", hint="mark one, or none for the fastest")
     host = hosts[0] if hosts else max(found, key=lambda named: named.machine.samples_per_s)
     assumed = [text for named in found for text in named.assumed]
     machines = [host.machine]

@@ -116,7 +116,7 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         if self.link_up_mbit is not None and self.link_mbit is None:
             raise ConfigError(
-                "link_up_mbit without link_mbit", hint="give the rate of what it receives as link_mbit"
+                "link_up_mbit without link_mbit", hint="give the rate at which it receives as link_mbit"
             )
         steps = [change.at_step for change in self.speed_changes]
         if steps != sorted(set(steps)):

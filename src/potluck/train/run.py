@@ -226,8 +226,7 @@ class Run:
                 raise LoopError(
                     "run.steps() was called twice in one run",
                     hint="for several epochs call it once, with epochs=N, and run the code that ends an epoch when "
-                    "step.ends_epoch is true; to train several models in one program, start it with plain "
-                    "python "
+                    "step.ends_epoch is true; to train several models in one program, start it with plain python "
                     "and host from it with run = potluck.start(host=True)",
                 )
             context.loop.finish()  # a loop that was left by an error may still be open
