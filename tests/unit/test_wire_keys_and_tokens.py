@@ -226,7 +226,7 @@ class FakeNetwork:
         monkeypatch.setattr(
             psutil, "net_if_stats", lambda: {n: SimpleNamespace(isup=u) for n, (_, u) in named.items()}
         )
-        monkeypatch.setattr("potluck.wire.token._default_route_address", lambda: route)
+        monkeypatch.setattr("potluck.wire.token.source_address", lambda: route)
 
 
 def test_addresses_worth_giving_come_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from potluck.errors import ScriptError
 from potluck.lab.namespaces import SOURCE, NamespaceBox
+from potluck.lab.stage import log_tail
 from potluck.spec.rig import Machine, Rig, Workload
 
 PORT = 29_500
@@ -49,19 +50,15 @@ def run_on_pair(
         while any(process.poll() is None for process in processes):
             for machine, process, log in zip(rig.machines, processes, logs):
                 if process.poll():
-                    raise ScriptError(f"the rank on machine {machine.name} failed: {_tail(log)}")
+                    raise ScriptError(f"the rank on machine {machine.name} failed: {log_tail(log, _TAIL)}")
             if time.monotonic() > deadline:
-                raise ScriptError(f"the ranks had not ended after {limit_s:g} s: {_tail(logs[0])}")
+                raise ScriptError(f"the ranks had not ended after {limit_s:g} s: {log_tail(logs[0], _TAIL)}")
             time.sleep(_POLL_S)
         for machine, process, log in zip(rig.machines, processes, logs):
             if process.returncode:
-                raise ScriptError(f"the rank on machine {machine.name} failed: {_tail(log)}")
+                raise ScriptError(f"the rank on machine {machine.name} failed: {log_tail(log, _TAIL)}")
     return logs
 
 
 def potluck_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "potluck", *arguments]
-
-
-def _tail(log: Path) -> str:
-    return " | ".join(log.read_text(errors="replace").splitlines()[-_TAIL:])

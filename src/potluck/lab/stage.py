@@ -98,7 +98,7 @@ class Stage:
             status = actor.process.poll()
             if status and not actor.expendable:
                 raise PotluckError(
-                    f"on {actor.machine}, the process ended with status {status}: {_tail(actor.log)}",
+                    f"on {actor.machine}, the process ended with status {status}: {log_tail(actor.log)}",
                     hint=f"its complete output is in {actor.log}",
                     machine=actor.machine,
                 )
@@ -172,6 +172,6 @@ def _new_lines(path: Path, position: int) -> Iterator[tuple[bytes, int]]:
         return
 
 
-def _tail(log: Path) -> str:
+def log_tail(log: Path, most: int = LOG_LINES) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return " | ".join(lines[-LOG_LINES:]) or "it said nothing"
+    return " | ".join(lines[-most:]) or "it said nothing"

@@ -52,7 +52,7 @@ def slowest(store: Any, *, seconds: float = 1.0) -> SlowestLink:
         rate = min(float(store.get(f"bench/memory/{other}")) for other in range(world))
         return SlowestLink(rate, MEMORY, 1)
     if rank in (0, away):
-        towards = (os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1")))
+        towards = os.environ.get("MASTER_ADDR", "127.0.0.1")
         rate = tcp.bytes_per_s(store, "bench/tcp", rank == 0, towards=towards, seconds=seconds)
         if rank == 0:
             store.set("bench/tcp/agreed", repr(rate))

@@ -6,14 +6,16 @@ import socket
 import time
 from typing import Any
 
+from potluck.wire.token import source_address
+
 _PIECE = 1 << 18
 _PATIENCE_S = 20.0
 
 
-def bytes_per_s(store: Any, name: str, sends: bool, *, towards: tuple[str, int], seconds: float = 1.0) -> float:
+def bytes_per_s(store: Any, name: str, sends: bool, *, towards: str, seconds: float = 1.0) -> float:
     """Send for some seconds from one rank to another. Returns the received bytes per second, the same on both.
 
-    `towards`: an address (of the store's server) that determines the receiver's own address by its route.
+    `towards`: the address of the store's server. The receiver listens at the address from which it reaches it.
     """
     if sends:
         host, _, port = store.get(f"{name}/address").decode().rpartition(":")
@@ -22,20 +24,12 @@ def bytes_per_s(store: Any, name: str, sends: bool, *, towards: tuple[str, int],
         return float(store.get(f"{name}/rate").decode())
     with socket.create_server(("", 0)) as server:
         server.settimeout(_PATIENCE_S)
-        store.set(f"{name}/address", f"{own_address(towards)}:{server.getsockname()[1]}")
+        store.set(f"{name}/address", f"{source_address(towards)}:{server.getsockname()[1]}")
         link, _ = server.accept()
         with link:
             rate = _take(link)
     store.set(f"{name}/rate", repr(rate))
     return rate
-
-
-def own_address(towards: tuple[str, int]) -> str:
-    """The source address of this machine on the route to another; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(towards)
-        address: str = probe.getsockname()[0]
-        return address
 
 
 def _send_for(link: socket.socket, seconds: float) -> None:

@@ -107,7 +107,7 @@ class RunState:
         return (known.steps or None) if known is not None else None
 
     @property
-    def _under_way(self) -> int | None:
+    def _current_step(self) -> int | None:
         if self.start is None:
             return None
         return self.done + 1 if self.steps is None else min(self.done + 1, self.steps)
@@ -145,7 +145,7 @@ class RunState:
         message = describe(event, with_step=False)
         if message is None:
             return
-        step: int | None = getattr(event, "step", None) or self._under_way
+        step: int | None = getattr(event, "step", None) or self._current_step
         self._touch_machine(event)
         if isinstance(event, GuestHello):
             return  # its row says "joining"; joining itself, or the refusal, is the news

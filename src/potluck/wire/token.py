@@ -167,7 +167,7 @@ def local_addresses(*, ipv6: bool = False) -> tuple[str, ...]:
             if entry.family != socket.AF_INET or ipaddress.IPv4Address(entry.address).is_loopback:
                 continue
             (inner if is_inner(name) else outer).append(entry.address)
-    first = _default_route_address()
+    first = source_address()
     found = sorted(
         set(outer or inner),
         key=lambda address: (
@@ -228,12 +228,13 @@ def _is_everywhere(address: str) -> bool:
     return not (number.is_link_local or number.is_loopback)
 
 
-def _default_route_address() -> str | None:
-    """The source address of packets to the internet. Connecting a UDP socket only looks up the route; nothing is
-    sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+def source_address(to: str = "192.0.2.1") -> str | None:
+    """The source address of packets to an address, by default one in the internet. Connecting a UDP socket only
+    looks up the route; nothing is sent."""
+    family = socket.AF_INET6 if ":" in to else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))
+            probe.connect((to, 9))
             return str(probe.getsockname()[0])
         except OSError:
             return None

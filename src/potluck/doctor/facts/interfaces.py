@@ -11,7 +11,7 @@ import psutil
 
 from potluck.doctor.facts.system import System
 from potluck.spec.facts import CONTAINER, ETHERNET, LOOPBACK, OTHER, THUNDERBOLT, VPN, WIFI, Interface, Ipv6, Route
-from potluck.wire.token import is_inner
+from potluck.wire.token import is_inner, source_address
 
 _VPN = re.compile(r"tun|tap|wg|tailscale|utun|zt|ppp|ipsec|nordlynx|proton", re.IGNORECASE)
 _CARRIER_NAT = ipaddress.ip_network("100.64.0.0/10")
@@ -85,13 +85,9 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def route_to(system: System, address: str) -> Route | None:
-    """The route to an address. Connecting a UDP socket only looks up the route; nothing is sent."""
-    with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))
-            source = str(probe.getsockname()[0])
-        except OSError:
-            return None
+    source = source_address(address)
+    if source is None:
+        return None
     name = next(
         (n for n, entries in psutil.net_if_addrs().items() if any(e.address == source for e in entries)), None
     )
