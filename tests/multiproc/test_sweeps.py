@@ -18,7 +18,7 @@ import pytest
 
 from potluck.fleet.script import read_script
 from potluck.fleet.sealed import KeyPair
-from potluck.sweep.spec import SweepWork, TrialResult, trials_of
+from potluck.sweep.spec import SweepWork, TrialNews, TrialResult, trials_of
 from potluck.sweep.trial import handed_over
 from support.processes import SOURCE
 
@@ -102,16 +102,21 @@ def test_a_lost_trial_goes_on_from_its_checkpoint_and_idle_machines_help(
         trials = trials_of({"lr": (0.1, -1.0)}, None)
         sweep = DaskSweep(client, work, trials, keys, logs=tmp_path, tell=told.append)
         results: list[TrialResult] = []
+
+        def news_of(trial: str) -> TrialNews:
+            hosted = sweep._running.get(trial)
+            return hosted.news if hosted is not None else TrialNews()
+
         running = threading.Thread(target=lambda: results.extend(sweep.run()), name="sweep")
         running.start()
         try:
             # The second trial fails at once, and its machine joins the first one.
-            news = _wait(lambda: (n := sweep.news("trial-1")).checkpoint and n.guests and n.token and n, 90)
+            news = _wait(lambda: (n := news_of("trial-1")).checkpoint and n.guests and n.token and n, 90)
             token, saved, host = keys.open(news.token), news.checkpoint, sweep.hosts()["trial-1"]
             pid = client.run(os.getpid, workers=[sweep.fleet.workers()[host]]).popitem()[1]
             os.kill(pid, signal.SIGKILL)
             # The guest goes back, for the trial goes on; on which machine is the cluster's matter.
-            _wait(lambda: (sweep.news("trial-1").resumed_from or 0) >= saved, 90)
+            _wait(lambda: (news_of("trial-1").resumed_from or 0) >= saved, 90)
         finally:
             until.touch()
             running.join()

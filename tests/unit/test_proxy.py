@@ -538,14 +538,14 @@ def test_a_proxy_process_takes_routes_and_faults_and_counts(tmp_path: Path) -> N
                 near.recv(1)
         with pytest.raises(NetworkError, match="no link 'nobody'"):
             proxy.open("nobody", ("127.0.0.1", 1))
-        process = psutil.Process(proxy.pid)
+        process = psutil.Process(proxy._process.pid)
     assert not process.is_running()
     assert proxy.traffic("a") == (100_000, 70)
 
 
 def test_a_proxy_process_that_is_gone_says_so(tmp_path: Path) -> None:
     with ProxyProcess([LinkSpec(name="a")], folder=tmp_path) as proxy:
-        psutil.Process(proxy.pid).kill()
+        psutil.Process(proxy._process.pid).kill()
         for _ in range(2):
             with pytest.raises(NetworkError, match="the proxy has ended"):
                 proxy.open("a", ("127.0.0.1", 1))
@@ -557,7 +557,7 @@ from pathlib import Path
 from potluck.lab.proxy import ProxyProcess
 from potluck.lab.shaping import LinkSpec
 proxy = ProxyProcess([LinkSpec(name="a")], folder=Path(sys.argv[1]))
-print(proxy.pid, flush=True)
+print(proxy._process.pid, flush=True)
 time.sleep(60)
 """
 

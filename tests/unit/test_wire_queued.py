@@ -17,13 +17,13 @@ def test_what_has_left_is_not_counted() -> None:
     messages = [Sent(), Sent()]
     for now, message in enumerate(messages):
         queued.sent(b"a", message, 60, float(now))
-    assert (queued.total_bytes, queued.waiting_bytes(b"a")) == (120, 120)
+    assert (queued.total_bytes, queued._queues[b"a"].total_bytes) == (120, 120)
     messages[0].done = True
     assert queued.stuck(2.0) == []
     assert queued.total_bytes == 60
     messages[1].done = True
     queued.look(3.0)
-    assert (queued.total_bytes, queued.waiting_bytes(b"a")) == (0, 0)
+    assert (queued.total_bytes, queued._queues) == (0, {})
 
 
 def test_whoever_has_not_read_for_the_longest_time_goes_until_the_rest_fits() -> None:
@@ -36,8 +36,8 @@ def test_whoever_has_not_read_for_the_longest_time_goes_until_the_rest_fits() ->
     queued.sent(b"reader", Sent(), 40, 4.0)
     queued._queues[b"reader"].messages[0] = (read, 40)
     assert queued.stuck(5.0) == [(b"older", 40), (b"old", 40)] or queued.total_bytes <= 100
-    assert queued.waiting_bytes(b"reader") == 40
-    assert queued.waiting_bytes(b"new") == 40
+    assert queued._queues[b"reader"].total_bytes == 40
+    assert queued._queues[b"new"].total_bytes == 40
     assert queued.stuck(6.0) == []
 
 

@@ -263,10 +263,6 @@ class ProxyProcess:
     ) -> None:
         self.close()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def open(self, link: str, target: tuple[str, int]) -> int:
         """Open a path over a link to a target. Returns the port of 127.0.0.1 where it begins."""
         return self._order(_Open(link=link, host=target[0], port=target[1])).port

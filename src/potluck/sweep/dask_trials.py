@@ -165,11 +165,6 @@ class DaskSweep:
         """The machine of each running trial."""
         return {name: running.machine for name, running in list(self._running.items())}
 
-    def news(self, trial: str) -> TrialNews:
-        """The state of a running trial."""
-        running = self._running.get(trial)
-        return running.news if running is not None else TrialNews()
-
     def submit(self, trial: Trial, key: str, machine: str, address: str) -> Future:
         host = urlsplit(address).hostname if address.startswith(("tcp:", "tls:")) else None
         threads = self._client.nthreads()[address]

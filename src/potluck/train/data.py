@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 import traceback
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,20 +61,10 @@ class Loader:
     def fetch(self, keys: Sequence[Any]) -> Any:
         """The batch of these samples, on the CPU."""
         with self._lock:
-            return self.fetch_locked(keys)
-
-    def fetch_locked(self, keys: Sequence[Any]) -> Any:
-        """The same, for a caller that holds the lock: see `nobody_reads`."""
-        return collated(read(self.dataset, list(keys)), self._collate, keys)
+            return collated(read(self.dataset, list(keys)), self._collate, keys)
 
     def close(self) -> None:
         """Does nothing: there is nothing to end in this process."""
-
-    @contextmanager
-    def nobody_reads(self) -> Iterator[None]:
-        """Inside, other threads wait before they read, because reading may draw random numbers."""
-        with self._lock:
-            yield
 
 
 def read(dataset: Any, keys: list[Any]) -> list[Any]:

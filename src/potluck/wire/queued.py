@@ -67,10 +67,6 @@ class Queued:
         self.total_bytes += size_bytes
         self._look_at(peer, queue, now)
 
-    def waiting_bytes(self, peer: bytes) -> int:
-        queue = self._queues.get(peer)
-        return 0 if queue is None else queue.total_bytes
-
     def look(self, now: float) -> None:
         """Update the counts from the messages that were sent."""
         for peer, queue in list(self._queues.items()):
