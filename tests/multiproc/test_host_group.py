@@ -82,13 +82,13 @@ import torch.distributed as dist
 from torch import nn
 import potluck
 
-from potluck.device import register
+from potluck.device.pick import FACTORIES
 from potluck.device.cpu import CpuDevice
 
 class Queued(CpuDevice):
     ahead = 1  # as a GPU: rounds are in flight
 
-register("queued", lambda argument: Queued())
+FACTORIES["queued"] = lambda argument: Queued()
 SAMPLES, BATCH = 24, 6
 run = potluck.start()
 expected_role = {"1": "rank", "0": "alone"}[os.environ["RANK"]]

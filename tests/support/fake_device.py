@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from potluck.device import Device, Memory, register
+from potluck.device import Device, Memory
+from potluck.device.pick import FACTORIES
 
 NAME = "fake"
 MEMORY_BYTES = 1 << 30
@@ -83,7 +84,7 @@ def install() -> None:
     # unties tied weights. Swapping keeps the parameter objects, as on CUDA and MPS.
     torch.__future__.set_swap_module_params_on_conversion(True)
     _libraries.extend((everything, aten))
-    register(NAME, lambda argument: FakeDevice())
+    FACTORIES[NAME] = lambda argument: FakeDevice()
 
 
 def _make_storages_cloneable() -> None:

@@ -10,8 +10,9 @@ import time
 import torch
 from torch import Tensor
 
-from potluck.device import Mark, register
+from potluck.device import Mark
 from potluck.device.cpu import CpuDevice
+from potluck.device.pick import FACTORIES
 
 NAME = "queued"
 
@@ -61,4 +62,4 @@ class Queueing(CpuDevice):
 
 def install() -> None:
     """Make `--device queued` known."""
-    register(NAME, lambda argument: Queueing())
+    FACTORIES[NAME] = lambda argument: Queueing()

@@ -31,15 +31,10 @@ def _make_cpu(argument: str) -> Device:
     return CpuDevice()
 
 
-_factories: dict[str, Factory] = {"cpu": _make_cpu, "cuda": cuda.make, "mps": mps.make, "paced": paced.make}
+FACTORIES: dict[str, Factory] = {"cpu": _make_cpu, "cuda": cuda.make, "mps": mps.make, "paced": paced.make}
 
 
 _NEURAL_ENGINES = ("ane", "coreml", "neural-engine", "npu")
-
-
-def register(kind: str, factory: Factory) -> None:
-    """Add a kind of device under a name for pick()."""
-    _factories[kind] = factory
 
 
 def pick(name: str | None = None, *, threads: int | None = None) -> Device:
@@ -98,12 +93,12 @@ def _make(name: str) -> Device:
     kind, _, argument = name.strip().lower().partition(":")
     if kind in _NEURAL_ENGINES:
         raise ConfigError(NO_NEURAL_ENGINE, hint="use --device mps: the Mac's GPU trains")
-    if kind not in _factories:
+    if kind not in FACTORIES:
         raise ConfigError(
             f"unknown device {name!r}",
             hint="use one of: auto, cpu, cuda, cuda:1, mps, paced:0.15 (seconds a sample)",
         )
-    return _factories[kind](argument)
+    return FACTORIES[kind](argument)
 
 
 def _pick_best() -> Device:
