@@ -208,6 +208,23 @@ def test_a_given_codec_stays_and_the_note_names_one_that_rounds_less(terms: dict
     assert of_kind(world, "note")[0].text.endswith("(cosine 0.35): --codec fp16 rounds less")
 
 
+def test_with_a_given_codec_rounding_delays_nobody_elses_check() -> None:
+    world = entered("a", "b")
+    due(world)
+    world.compare("the cosine of the two is 0.35", again=True)
+    world.compare()
+    world.finish()
+    world.take_all("a")
+    due(world)
+    world.finish()
+    world.join("c")
+    world.code()
+    world.take_all("c")
+    world.compare(spread=0.35, rounded=True)  # the answer comes between two steps
+    world.begin()
+    assert world.protocol.checks.due is not None
+
+
 def test_everybody_in_a_check_gets_the_same_batch_and_seed() -> None:
     world = entered("a", "b")
     common = due(world)

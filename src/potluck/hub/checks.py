@@ -212,8 +212,8 @@ class Checks:
         """With codec auto: have the weights rounded less, and check the guest again once it holds these."""
         if not verdict.rounded:
             return []
-        if not self._finer:
-            self._finer = self.round_less() or ""
+        if not self._finer and (finer := self.round_less()) is not None:
+            self._finer = finer
             self._rough_step, self._rough_checks = self.ledger.step, self._count
         if not self._finer or check > self._rough_checks:
             return []
