@@ -327,7 +327,7 @@ def test_weights_do_not_change_under_work_that_a_resync_ends(pair: Pair) -> None
     assert torch.equal(before, flat(pair.theirs))
 
 
-def move(weight: Tensor, memory: bytearray) -> None:
+def move(weight: torch.Tensor, memory: bytearray) -> None:
     """Into this memory, as an RNN does when it lays its weights out anew."""
     there = torch.frombuffer(memory, dtype=weight.dtype).view(weight.shape)
     with torch.no_grad():

@@ -31,9 +31,7 @@ from potluck.hub.guest_work import Arrivals, Kept, Work
 from potluck.hub.hashes import PieceHashes
 from potluck.hub.layout import fingerprint_to_json
 from potluck.hub.link import GuestLink, RawFrames
-from potluck.hub.model_tensors import (
-    ModelTensors,
-)
+from potluck.hub.model_tensors import ModelTensors
 from potluck.limits import usable_memory
 from potluck.spec.messages import (
     MOST_ITEMS,
