@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import random
-import sys
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from potluck import checked
 from potluck.device import pick_for_rank
 from potluck.errors import ConfigError, LoopError
 from potluck.train import gradient_sum, host_ranks
 from potluck.train.given import check_model
-from potluck.train.host_ranks import RankPlace, RankReady, Ranks, place, shares
+from potluck.train.host_ranks import RankPlace, Ranks, place, shares
 from potluck.train.rank_loop import seed
 
 
@@ -136,9 +133,3 @@ def test_a_ranks_random_numbers_depend_on_nothing_before() -> None:
 def test_the_end_of_a_rank_is_no_failure() -> None:
     assert host_ranks.RankDone(0).code == 0
     assert not issubclass(host_ranks.RankDone, Exception), "a script's `except Exception` would go on"
-
-
-def test_an_endless_data_set_is_known_to_all_ranks() -> None:
-    """A script gives it the largest length that there is."""
-    ready = RankReady(model="", samples=sys.maxsize, free_bytes=None)
-    assert checked.decode(msgspec.json.encode(ready), RankReady) == ready
