@@ -194,8 +194,15 @@ def test_where_fp16_rounds_too_much_as_well_the_note_says_what_does_not() -> Non
     assert of_kind(world, "note")[1].text.endswith("(cosine 0.70): --codec none does not round")
 
 
-@pytest.mark.parametrize("terms", [{}, {"auto": downs_of("int8")}])
-def test_a_given_codec_stays_and_the_note_names_one_that_rounds_less(terms: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("terms", "fix"),
+    [
+        ({}, "--codec fp16 rounds less"),
+        ({"auto": downs_of("int8")}, "--codec fp16 rounds less"),
+        ({"codec_down": "fp16"}, "--codec none does not round"),
+    ],
+)
+def test_a_given_codec_stays_and_the_note_names_one_that_rounds_less(terms: dict[str, object], fix: str) -> None:
     world = entered("a", **terms)
     due(world)
     world.compare("the cosine of the two is 0.35", again=True)
@@ -205,7 +212,7 @@ def test_a_given_codec_stays_and_the_note_names_one_that_rounds_less(terms: dict
     world.compare(spread=0.35, rounded=True)
     assert world.members["a"].state == COMPUTING
     assert world.protocol.codecs.change != "fp16"
-    assert of_kind(world, "note")[0].text.endswith("(cosine 0.35): --codec fp16 rounds less")
+    assert of_kind(world, "note")[0].text.endswith(f"(cosine 0.35): {fix}")
 
 
 def test_with_a_given_codec_rounding_delays_nobody_elses_check() -> None:

@@ -112,6 +112,7 @@ class HostProtocol:
             least=terms.least,
             put_out=self._put_out,
             round_less=self.codecs.round_less,
+            codec_down=terms.codec_down,
         )
         self.norms = Norms(terms.guest_bound)
         self._most_about_bytes = ABOUT_BYTES + 4 * len(dump_json(fingerprint_to_json(terms.fingerprint)))

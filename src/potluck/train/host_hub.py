@@ -45,6 +45,7 @@ def open_hub(context: RunContext, parts: Parts) -> HostHub:
         coded_bytes=round(codec_bytes(up.name) * tensors.layout.count) if varies else None,
         local_data=parts.options.data == "local",
         codec=context.config.codec,
+        codec_down=context.down_codec,
         auto=codecs.names.downs_of(context.config.codec_down) if auto else None,
         guest_bound=context.config.guest_bound,
         check_replica_every=context.config.check_replica_every,
