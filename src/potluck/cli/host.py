@@ -74,6 +74,8 @@ def host(
         return
     if arguments:
         raise UserError("a recipe takes no arguments", hint="use settings instead, for example --set warmup=50")
+    if send:
+        raise UserError("--send works only with a script", hint="guests have the recipes: leave --send out")
     spec = recipe_spec(settings, what, flags, command="host")
     run_recipe(settings, replace(spec, guests=0), flags)
 
