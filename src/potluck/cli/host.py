@@ -67,15 +67,14 @@ def host(
     Several GPUs in this machine, one process each:
       torchrun --standalone --nproc-per-node 2 -m potluck host my_train.py
     """
-    from potluck.fleet.script import is_script
+    from potluck.fleet.script import check_send, is_script
 
+    check_send(what, send)
     if is_script(what):
         run_script(settings, Path(what), arguments, send, flags)
         return
     if arguments:
         raise UserError("a recipe takes no arguments", hint="use settings instead, for example --set warmup=50")
-    if send:
-        raise UserError("--send works only with a script", hint="guests have the recipes: leave --send out")
     spec = recipe_spec(settings, what, flags, command="host")
     run_recipe(settings, replace(spec, guests=0), flags)
 
