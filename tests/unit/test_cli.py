@@ -271,6 +271,13 @@ def test_an_option_without_effect_is_refused(
     assert [file.name for file in tmp_path.iterdir()] == ["f.json"]
 
 
+@pytest.mark.parametrize("rate", ["0", "-5", "nan", "inf"])
+def test_a_link_of_the_lab_has_a_rate(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rate below 0 was measured as a link without a limit."""
+    assert _app.run(["bench", "ddp", "--merge", "--lab", rate, "rows.json"]) == 2
+    assert f"error: --lab {rate} is not a rate" in capsys.readouterr().err
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert _app.run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("potluck ")
