@@ -95,6 +95,14 @@ def test_more_guests(capsys: pytest.CaptureFixture[str]) -> None:
     assert "one more does not help" in out.replace("\n", " ")
 
 
+def test_parts_are_one_empty_line_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ["--machine", "a=RTX 4090", "--machine", "b=RTX 4090,link=1GbE", "--model", "gpt2-760m"]
+    out = out_of(capsys, *pair, "--price", "2.10/h")
+    assert "\nlevers " in out
+    assert "\n\ncost " in out
+    assert "\n\n\n" not in out
+
+
 def test_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
     out = out_of(capsys, "--catalogue")
     for words in ("RTX 4070", "Thunderbolt 5", "gpt2-1.5b", "Nothing here was measured", "read at:"):

@@ -42,7 +42,7 @@ def plan_lines(plan: Plan, width: int, *, whole: bool = False) -> list[Line]:
             lines += paragraph(words, width, label=row.strategy, indent=_INDENT + 2)
     lines += _levers(plan, width)
     if plan.costs:
-        lines += [Line(), *_costs(plan), Line()]
+        lines += [*([] if plan.levers else [Line()]), *_costs(plan), Line()]
     for number, text in enumerate(plan.assumptions):
         lines += paragraph(clean(text), width, LABEL, label="" if number else "assumed", indent=_INDENT)
     return [line.trimmed() if whole else line.trimmed().cropped(most) for line in lines]
