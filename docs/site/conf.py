@@ -99,7 +99,7 @@ KINDS = (
     (0, "figures", 0.0),
 )
 """Classes of columns by their longest text, in letters, and the room that each needs, in em."""
-LETTER_EM, MARGINS_EM, PHONE_EM = 0.6, 1.2, 25.0
+LETTER_EM, MARGINS_EM, PHONE_EM = 0.6, 1.2, 24.0
 
 
 def size_columns(app: Any, tree: nodes.document, page: str) -> None:
@@ -116,7 +116,7 @@ def size_columns(app: Any, tree: nodes.document, page: str) -> None:
             texts = [entry.astext() for entry in column]
             _, kind, least_em = next(found for found in KINDS if found[0] < max(map(len, texts)) or not found[0])
             word = max((len(word) for text in texts for word in text.split()), default=0)
-            room_em += max(least_em, word * LETTER_EM + MARGINS_EM if kind in ("phrases", "figures") else 0)
+            room_em += max(least_em, min(word, LONG_WORD) * LETTER_EM + MARGINS_EM)
             has_text |= kind in ("paragraphs", "sentences", "words")
             for entry in (heading, *column):
                 entry["classes"].append(kind)

@@ -98,5 +98,6 @@ if args.profile:
     if rank == 0:
         for event in sorted(min(profiles, key=lambda one: one[0])[1], key=lambda event: event.key):
             if event.key.startswith("potluck:all_reduce"):
-                print(f"{event.key:28} {event.count:3} ×  {event.cpu_time_total / 1e3:8.1f} ms")
+                calls = f"{event.count} call{'s' * (event.count > 1)}, together"
+                print(f"{event.key:28} {calls:>18} {event.cpu_time_total / 1e3:8.1f} ms")
 dist.destroy_process_group()

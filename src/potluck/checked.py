@@ -265,10 +265,10 @@ def _explained(invalid: msgspec.ValidationError, value: Any, kind: type) -> _Wro
 def _wrong_value(found: _Found) -> _Wrong:
     shown = repr(found.value)
     shown = shown if len(shown) <= _MOST_SHOWN else shown[: _MOST_SHOWN - 1] + "…"
-    hint = _takes(found.name, found.info, found.path)
-    if isinstance(found.value, int) and abs(found.value) > LARGEST:
+    hint, info = _takes(found.name, found.info, found.path), _without_none(found.info)
+    if isinstance(found.value, int) and getattr(info, "le", None) == LARGEST < found.value:
         hint += ", at most 2^62"
-    if isinstance(found.value, str) and isinstance(info := _without_none(found.info), msgspec.inspect.LiteralType):
+    if isinstance(found.value, str) and isinstance(info, msgspec.inspect.LiteralType):
         hint = did_you_mean(found.value, map(str, info.values)) + hint
     return _Wrong(found.path, f"{found.before}{found.label} is {shown}", hint)
 

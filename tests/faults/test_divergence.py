@@ -327,13 +327,26 @@ def test_weights_do_not_change_under_work_that_a_resync_ends(pair: Pair) -> None
     assert torch.equal(before, flat(pair.theirs))
 
 
-@pytest.mark.parametrize("moved", [False, True])
-def test_a_script_that_changes_a_weight_on_a_guest_is_told(pair: Pair, moved: bool) -> None:
-    """The host's next change would be added to other values. An RNN that lays its weights out anew changes none."""
-    pair.sync()
-    weight = pair.theirs.trained[0]
+def move(weight: torch.Tensor, memory: bytearray) -> None:
+    """Into this memory, as an RNN does when it lays its weights out anew."""
+    there = torch.frombuffer(memory, dtype=weight.dtype).view(weight.shape)
     with torch.no_grad():
-        weight.set_(weight.clone()) if moved else weight.clamp_(-0.01, 0.01)  # type: ignore[call-overload]
+        weight.set_(there.copy_(weight))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("moved", [0, 1, 2])
+def test_a_script_that_changes_a_weight_on_a_guest_is_told(pair: Pair, moved: int) -> None:
+    """The host's next change would be added to other values. An RNN that lays its weights out anew changes none;
+    the second time it may get the memory that it had at first."""
+    weight = pair.theirs.trained[0]
+    first, second = bytearray(weight.nbytes), bytearray(weight.nbytes)
+    move(weight, first)
+    pair.sync()
+    for memory in (second, first)[:moved]:
+        move(weight, memory)
+    if not moved:
+        with torch.no_grad():
+            weight.clamp_(-0.01, 0.01)
     pair.update()
     if moved:
         pair.sync()

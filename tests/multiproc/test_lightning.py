@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import runpy
 import signal
 import sys
@@ -287,8 +288,12 @@ def test_on_a_guest_it_reports_saves_and_reads_nothing(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_ends_it_after_the_step_and_its_callbacks_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interruption", [Interrupted, KeyboardInterrupt])
+def test_ctrl_c_ends_it_after_the_step_and_its_callbacks_save(
+    interruption: type[KeyboardInterrupt], tmp_path: Path
+) -> None:
     run = potluck.start(device="cpu", threads=1)
+    run._context = dataclasses.replace(run._context, interruption=interruption)
 
     class Asks(pl.Callback):
         def on_train_batch_start(self, trainer: Any, *ignored: Any) -> None:
@@ -297,10 +302,11 @@ def test_ctrl_c_ends_it_after_the_step_and_its_callbacks_save(tmp_path: Path) ->
 
     saving = pl.callbacks.OnExceptionCheckpoint(tmp_path)
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(Interrupted):
+    with pytest.raises(KeyboardInterrupt) as stopped:
         pl_job.fitted(
             tmp_path, strategy=PotluckStrategy(run=run), callbacks=[Asks(), saving], enable_checkpointing=True
         )
+    assert stopped.type is interruption
     assert signal.getsignal(signal.SIGINT) is before
     saved = torch.load(next(tmp_path.glob("*.ckpt")), weights_only=False)
     assert saved["global_step"] == 3

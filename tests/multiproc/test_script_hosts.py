@@ -50,10 +50,10 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         yield fleet
 
 
-def begun(fleet: Fleet, end: str) -> tuple[TestProcess, TestProcess]:
+def begun(fleet: Fleet, end: str, wait_for: int = 1) -> tuple[TestProcess, TestProcess]:
     """The script as host, and a guest of it."""
     script = fleet.runs.parent / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT.replace("wait_for=1", f"wait_for={wait_for}"))
     host = fleet.python(str(script), str(fleet.runs), end, name="host")
     found = host.wait_for_text(r"(?m)^  potluck join (potluck\d+-\S+)$", TORCH_STARTS_S)
     assert (fleet.folder / "token").read_text().strip() == found[1]
@@ -108,6 +108,16 @@ def test_ctrl_c_in_the_loop(fleet: Fleet) -> None:
     assert f"resume with: potluck.start(host=True, resume='{fleet.folder}')" in host.stderr()
     assert last_event(fleet) == ("run_end", "interrupted")
     assert list((fleet.folder / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_ctrl_c_while_it_waits_for_guests(fleet: Fleet) -> None:
+    host, ann = begun(fleet, "never", wait_for=2)
+    host.wait_for_text("ann .* is joining", TORCH_STARTS_S)
+    host.signal(signal.SIGINT)
+    assert host.wait(DEADLINE_S) == -signal.SIGINT
+    ann.succeeds(DEADLINE_S)
+    assert "the run is over: interrupted" in ann.stdout()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")

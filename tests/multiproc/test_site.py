@@ -84,6 +84,14 @@ def test_code_wider_than_a_column_may_break_and_no_other(site: Path) -> None:
     assert re.search(r'<td class="[^"]*\bsentences\b', page)
 
 
+def test_a_table_that_names_of_code_make_too_wide_for_a_phone_becomes_cards(site: Path) -> None:
+    """Code of 18 letters does not wrap: two columns of sentences beside it have no room in 380 pixels."""
+    page = (site / "docs" / "learn" / "7-things-break.html").read_text(encoding="utf-8")
+    (table,) = re.findall(r"<table class=[^>]*>(?:(?!</table>).)*symptom.*?</table>", page, re.S)
+    assert "NCCL_SOCKET_IFNAME" in table
+    assert re.match(r'<table class="[^"]*\bcards\b', table)
+
+
 def test_every_page_is_in_the_contents(site: Path) -> None:
     """Sphinx warns of pages that are in no table of contents; this is for those that it was not told of."""
     pages = {path.relative_to(ROOT).with_suffix("") for path in (ROOT / "docs").rglob("*.md")}

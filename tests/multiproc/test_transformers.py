@@ -310,16 +310,22 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
     assert bool(seen[-1].isfinite().all())
 
 
-def test_ctrl_c_ends_it_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interruption", [Interrupted, KeyboardInterrupt])
+def test_ctrl_c_ends_it_after_the_step_with_a_checkpoint(
+    interruption: type[KeyboardInterrupt], tmp_path: Path
+) -> None:
+    """A script that hosts ends with KeyboardInterrupt itself: only then Python has the status of Ctrl-C."""
     run = potluck.start(device="cpu", threads=1)
+    run._context = dataclasses.replace(run._context, interruption=interruption)
 
     def asks(args: Any, state: Any, control: Any, **ignored: Any) -> None:
         if state.global_step == 3:
             run._context.loop.request_stop()
 
     trainer = line(functools.partial(Trainer, run=run), tmp_path, callback(on_step_begin=asks))
-    with pytest.raises(Interrupted):
+    with pytest.raises(KeyboardInterrupt) as stopped:
         trainer.train()
+    assert stopped.type is interruption
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
 
 

@@ -7,6 +7,10 @@ import sys
 
 import pytest
 
+from potluck import checked
+from potluck.errors import ConfigError
+from potluck.spec.config import RunConfig
+
 SCRIPT = """
 import sys, threading
 import msgspec
@@ -45,3 +49,20 @@ def test_threads_that_use_a_class_for_the_first_time_at_once(use: str) -> None:
     words = [sys.executable, "-c", SCRIPT, use]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [
+        ({"checkpoint_every": 10**30}, "checkpoint_every must be a whole number, 0 or more, at most 2^62"),
+        ({"checkpoint_every": -(10**30)}, "checkpoint_every must be a whole number, 0 or more"),
+        ({"checkpoint_every": "often"}, "checkpoint_every must be a whole number, 0 or more"),
+        ({"port": 10**30}, "port must be a whole number from 0 to 65535"),
+        ({"name": 10**30}, "name must be text of at most 200 characters"),
+    ],
+    ids=str,
+)
+def test_a_huge_number_is_told_the_bound_that_it_breaks_and_no_other(setting: dict[str, object], hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        checked.build(RunConfig, setting)
+    assert caught.value.hint == hint

@@ -10,7 +10,7 @@ import pytest
 from potluck.codec.names import downs_of
 from potluck.hub.actions import CommonBatch
 from potluck.hub.checks import ATTEMPTS, HINT
-from potluck.hub.inputs import Packed
+from potluck.hub.inputs import Packed, StepBegun
 from potluck.hub.members import COMPUTING, SYNCING
 from potluck.spec.messages import NoteMessage
 from support.protocol_world import BATCH, SIZES, World, joined, of_kind, refusals
@@ -60,6 +60,28 @@ def test_a_gradient_that_differs_is_compared_once_more_with_the_hosts_spread() -
     (told,) = [s for s in world.sent["a"] if s.message.kind == "note"]
     assert told.message == NoteMessage(text=note.text)
     assert "random numbers that differ between the host and a" in note.text
+
+
+@pytest.mark.parametrize("batch", [120, 6])
+def test_in_a_long_step_the_host_computes_its_own_samples_until_the_guests_weights_are_coded(batch: int) -> None:
+    """The second comparison needs them, and coding a large model takes seconds: it would wait for them idle."""
+    world = entered("a", batch=batch)
+    due(world)
+    world.finish()
+    world.take_all("a")
+    world.compare("the cosine of the two is 0.5", again=True)
+    world.by_host, world.summed = [], []
+    world.handle(StepBegun())
+    world.take()
+    assert world.in_hand is not None
+    assert (world.in_hand[1] is None) == (batch == 120), "a short step would be over before the guest's answer"
+    world.compute()
+    world.code()
+    world.take_all("a")
+    world.take()
+    assert world.in_hand is not None
+    assert (world.in_hand[1] is not None) == (batch == 120)
+    world.finish()
 
 
 def test_one_that_passes_at_once_is_not_computed_twice_for() -> None:
@@ -172,8 +194,15 @@ def test_where_fp16_rounds_too_much_as_well_the_note_says_what_does_not() -> Non
     assert of_kind(world, "note")[1].text.endswith("(cosine 0.70): --codec none does not round")
 
 
-@pytest.mark.parametrize("terms", [{}, {"auto": downs_of("int8")}])
-def test_a_given_codec_stays_and_the_note_names_one_that_rounds_less(terms: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("terms", "fix"),
+    [
+        ({}, "--codec fp16 rounds less"),
+        ({"auto": downs_of("int8")}, "--codec fp16 rounds less"),
+        ({"codec_down": "fp16"}, "--codec none does not round"),
+    ],
+)
+def test_a_given_codec_stays_and_the_note_names_one_that_rounds_less(terms: dict[str, object], fix: str) -> None:
     world = entered("a", **terms)
     due(world)
     world.compare("the cosine of the two is 0.35", again=True)
@@ -183,7 +212,24 @@ def test_a_given_codec_stays_and_the_note_names_one_that_rounds_less(terms: dict
     world.compare(spread=0.35, rounded=True)
     assert world.members["a"].state == COMPUTING
     assert world.protocol.codecs.change != "fp16"
-    assert of_kind(world, "note")[0].text.endswith("(cosine 0.35): --codec fp16 rounds less")
+    assert of_kind(world, "note")[0].text.endswith(f"(cosine 0.35): {fix}")
+
+
+def test_with_a_given_codec_rounding_delays_nobody_elses_check() -> None:
+    world = entered("a", "b")
+    due(world)
+    world.compare("the cosine of the two is 0.35", again=True)
+    world.compare()
+    world.finish()
+    world.take_all("a")
+    due(world)
+    world.finish()
+    world.join("c")
+    world.code()
+    world.take_all("c")
+    world.compare(spread=0.35, rounded=True)  # the answer comes between two steps
+    world.begin()
+    assert world.protocol.checks.due is not None
 
 
 def test_everybody_in_a_check_gets_the_same_batch_and_seed() -> None:

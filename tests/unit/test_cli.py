@@ -248,6 +248,36 @@ def test_every_command_shows_examples_of_itself() -> None:
     assert len(list(look(_app.app, ""))) > 15
 
 
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["host", "gpt", "--send", "model.py"], "--send works only with a script"),
+        (["doctor", "--facts", "f.json", "--parameters", "124M"], "--parameters cannot be combined with --facts"),
+        (["plan", "home-pair", "--precision", "fp32"], "--precision cannot be combined with a RIG"),
+        (["plan", "home-pair", "--guests", "4", "--strategy", "ddp"], "--strategy cannot be combined with"),
+    ],
+)
+def test_an_option_without_effect_is_refused(
+    words: list[str],
+    error: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "f.json").write_text("{}")
+    assert _app.run(words) == 2
+    assert f"error: {error}" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["f.json"]
+
+
+@pytest.mark.parametrize("rate", ["0", "-5", "nan", "inf"])
+def test_a_link_of_the_lab_has_a_rate(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rate below 0 was measured as a link without a limit."""
+    assert _app.run(["bench", "ddp", "--merge", "--lab", rate, "rows.json"]) == 2
+    assert f"error: --lab {rate} is not a rate" in capsys.readouterr().err
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert _app.run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("potluck ")

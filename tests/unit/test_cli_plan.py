@@ -95,12 +95,22 @@ def test_more_guests(capsys: pytest.CaptureFixture[str]) -> None:
     assert "one more does not help" in out.replace("\n", " ")
 
 
+def test_parts_are_one_empty_line_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ["--machine", "a=RTX 4090", "--machine", "b=RTX 4090,link=1GbE", "--model", "gpt2-760m"]
+    out = out_of(capsys, *pair, "--price", "2.10/h")
+    assert "\nlevers " in out
+    assert "\n\ncost " in out
+    assert "\n\n\n" not in out
+
+
 def test_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
     out = out_of(capsys, "--catalogue")
     for words in ("RTX 4070", "Thunderbolt 5", "gpt2-1.5b", "Nothing here was measured", "read at:"):
         assert words in out
-    row = next(line for line in out.splitlines() if line.startswith("T4 "))
-    assert re.search(r"the card alone +\[(\d+)\] +\[\1\] +\[\1\] +2,560 × 2 × 1.59 GHz; it has no bf16", row)
+    row, details = (line for line in out.splitlines() if line.startswith("T4 "))
+    assert re.search(r" 70 +\[(\d+)\] \[\1\] \[\1\]$", row)
+    assert len(row) <= 80
+    assert re.search(r"the card alone +2,560 × 2 × 1.59 GHz; it has no bf16", details)
     assert "\n  [1] Wikipedia: https://" in out
     table = json.loads(out_of(capsys, "--catalogue", "--json"))
     assert len(table["devices"]) > 150

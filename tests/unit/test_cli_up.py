@@ -13,6 +13,7 @@ import pytest
 from potluck.cli import _app
 from potluck.cli.host import host
 from potluck.cli.up import _FOR_HOST, _resumed_by, _work
+from potluck.fleet.checking import FleetCheck
 from potluck.report.merged_log import MergedLog
 from potluck.spec.fleet_file import NamedMachine
 
@@ -27,6 +28,7 @@ from potluck.spec.fleet_file import NamedMachine
         (["up", "no-such.toml", "--", "x.py"], 2, "cannot read no-such.toml"),
         (["up", "desk", "--", "no_such.py"], 2, "cannot read no_such.py"),
         (["up", "desk", "--with", ";rm", "--", "gpt"], 2, "--with"),
+        (["up", "desk", "--send", "m.py", "--", "gpt"], 2, "--send works only with a script"),
         (["up", "desk", "--fleet", "ray", "--host", "node", "--", "x.py"], 2, "takes only Ray nodes as guests"),
         (["up", "--fleet", "ray", "--check"], 2, "checks only machines of ssh"),
     ],
@@ -38,6 +40,16 @@ def test_mistakes_are_said_before_anything_starts(
     assert _app.run(words) == status
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("silent", [set(), {"desk"}])
+def test_a_check_without_an_answer_is_no_success(silent: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(checking: FleetCheck, *given: object) -> list[str]:
+        checking.silent |= silent
+        return ["desk"]
+
+    monkeypatch.setattr(FleetCheck, "look", look)
+    assert _app.run(["up", "desk", "--check"]) == len(silent)
 
 
 def work(machine: NamedMachine, *after: str, **flags: Any) -> Any:

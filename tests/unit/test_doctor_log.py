@@ -88,6 +88,12 @@ MESSAGES: list[tuple[int, str, str]] = [
     ),
     (
         3,
+        "nccl-unreached",
+        "tj1-v100-13:941227:943077 [0] include/socket.h:390 NCCL WARN Connect to 10.38.10.112<21724> failed : "
+        "Connection refused",
+    ),
+    (
+        3,
         "nccl-rdma-no-answer",
         "a:98:13 [4] transport/net_ib.cc:1295 NCCL WARN NET/IB : Got completion from peer 10.1.2.3<5592> with "
         "status=12 opcode=1 len=0 vendor err 129 (Send) localGid ::ffff:10.1.2.4",
@@ -207,6 +213,8 @@ MESSAGES: list[tuple[int, str, str]] = [
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
         "11.76 GiB",
     ),
+    (14, "out-of-memory", "n:28:52 [3] include/alloc.h:178 NCCL WARN Cuda failure 'out of memory'"),
+    (14, "out-of-memory", "n:28:52 [3] include/alloc.h:270 NCCL WARN Cuda failure 2 'out of memory'"),
     (15, "unequal-counts-refused", "ValueError: MPICH requires same number of devices per node"),
     (15, "unequal-counts-refused", "PyTorch requires you to use the same number of processes per node."),
     (
@@ -468,6 +476,36 @@ def test_an_aside_alone_is_no_known_trouble() -> None:
 def test_the_last_word_of_a_program_is_the_first_error(line: str) -> None:
     assert read(f"step 1\n{line}\n").first_error == f"line 2: {line}"
     assert read("step 1 loss 2.0\nstep 2 loss 1.9\n").first_error == ""
+
+
+DUPLICATE = "[1,2]<stdout>:gpu3:298:303 [0] init.cc:497 NCCL WARN Duplicate GPU detected : rank 2 and rank 0 both on CUDA device 1000"
+IOMMU = 'g1:126:126 [0] build/src/init.cc:122 NCCL WARN Missing "iommu=pt" from kernel command line which can lead to system instablity or hang!'
+
+
+@pytest.mark.parametrize(
+    ("said_next", "first_error"),
+    [
+        ("[1,2]<stdout>:gpu3:298:303 [0] NCCL INFO init.cc:867 -> 5", f"line 2: {DUPLICATE}"),
+        ("[1,2]<stdout>:gpu3:298:303 [0] NCCL INFO comm 0x7f rank 0 nranks 2 - Init COMPLETE", ""),
+        ("[1,2]<stdout>:gpu3:298:300 [0] NCCL INFO init.cc:867 -> 5", ""),
+    ],
+    ids=["failed", "continued", "another thread failed"],
+)
+def test_a_warning_of_nccl_is_a_failure_if_a_function_then_fails(said_next: str, first_error: str) -> None:
+    between = "[1,4]<stdout>:gpu3:299:304 [1] NCCL INFO Channel 00 : 0[0] -> 1[1] via P2P/IPC"
+    reading = read(f"{IOMMU}\n{DUPLICATE}\n{between}\n{said_next}\n{IOMMU}\n")
+    assert (reading.first_error, reading.failed) == (first_error, bool(first_error))
+
+
+def test_the_cause_that_torch_quotes_from_nccl_is_the_first_error() -> None:
+    error = (
+        "torch.distributed.DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, "
+        "invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9\n[rank3]: ncclInvalidUsage: This "
+        "usually reflects invalid usage of NCCL library.\n[rank3]: Last error:\n[rank3]: Duplicate GPU detected : "
+        "rank 3 and rank 0 both on CUDA device ac000"
+    )
+    cause = "DistBackendError: Duplicate GPU detected : rank 3 and rank 0 both on CUDA device ac000"
+    assert cause in read(trace("[rank3]: ", error)).first_error
 
 
 def test_what_potluck_lived_through_did_not_end_its_run() -> None:

@@ -61,6 +61,30 @@ def test_two_names_of_one_box_are_not_measured_at_the_same_time(tmp_path: Path) 
     assert "laptop: the same machine" in finding.what
 
 
+def test_a_command_that_fails_is_told_with_its_reason_not_as_too_slow(tmp_path: Path) -> None:
+    class Failing(Fleet):
+        def run(self, name: str, words: list[str], log: Path, feed: str = "") -> Any:
+            task = super().run(name, words, log, feed)
+            if "probe" in words and name == "desk":
+                log.write_text("error: this machine has no device 'cuda'\nhint: cpu\n")
+                task.wait = lambda timeout_s: GuestEnd(2, "ended with status 2: error: this machine has no ...")
+            if "probe" in words and name == "slow":
+                log.write_text("")
+                task.wait = lambda timeout_s: None
+            return task
+
+    told: list[str] = []
+    fleet: Any = Failing({"here": "x", "desk": "y", "slow": "z"})
+    checking = FleetCheck(fleet, "here", tmp_path, told.append)
+    checking.measure(["here", "desk", "slow"])
+    assert set(checking.measured) == {"here"}
+    assert checking.silent == {"desk", "slow"}
+    assert sorted(told) == [
+        "desk: ended with status 2: error: this machine has no ...",
+        "slow: did not answer within 180 s",
+    ]
+
+
 def test_the_plan_is_of_the_scripts_model_with_the_measured_links(tmp_path: Path) -> None:
     checking = FleetCheck(SimpleNamespace(), "here", tmp_path, print)  # type: ignore[arg-type]
     checking.measured = {

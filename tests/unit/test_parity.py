@@ -190,6 +190,19 @@ def test_a_guest_as_far_from_the_host_as_the_host_from_itself_passes(dropout: fl
     assert found.count(None) >= 19, found  # what is drawn depends on the processor
 
 
+def test_without_the_weights_that_guests_hold_a_spread_may_let_a_guest_in_and_refuses_none() -> None:
+    problem = Problem(dropout=0.3, width=128)
+    unknown = {"uncoded": True, "reseeded": frozenset({"cpu"})}
+    found = [problem.judge(problem.drawn(s + 2), problem.drawn(s), problem.drawn(s + 1), **unknown) for s in (1, 4)]
+    assert [(each.why_not, each.void) for each in found] == [(None, ""), (None, "")]
+    gradients, loss = problem.gradients(3)
+    other = problem.sketch([-gradient for gradient in gradients], loss)
+    for second in (problem.drawn(2), problem.drawn(1)):
+        verdict = problem.judge(other, problem.drawn(1), second, **unknown)
+        assert verdict.why_not is None
+        assert "had not coded its weights in time" in verdict.void
+
+
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
     "opposite": lambda t: -t,
     "noise": lambda t: torch.randn_like(t) * t.std(),

@@ -141,6 +141,19 @@ def test_where_the_replica_is_not_coded_yet_there_is_no_second_gradient_and_gues
     assert not any(r.uncoded for r in checked[1].references)
 
 
+def test_where_it_is_not_coded_yet_random_numbers_still_tell_the_hosts_spread(
+    checked: list[Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guest of another kind draws other numbers. Coding a large model may take longer than the host waits."""
+    monkeypatch.setattr(Table, "coded", False)
+    monkeypatch.setattr(Table, "twice", frozenset({"cpu"}))
+    trained(lambda model, x, y: F.cross_entropy(model(F.dropout(x, 0.5)), y))
+    for reference in checked[0].references:
+        assert reference.uncoded
+        assert reference.second is not None
+        assert not np.array_equal(reference.second.values, reference.first.values)
+
+
 def test_the_run_is_that_of_a_run_without_guests(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, losses = trained(plain)
     Table.made, Table.twice = [], frozenset()

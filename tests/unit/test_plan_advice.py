@@ -84,6 +84,14 @@ def test_a_cluster_is_told_to_use_ddp() -> None:
     assert found.row("ddp").speedup > 7
 
 
+def test_a_lever_is_no_help_where_potluck_stays_slower_than_what_is_recommended() -> None:
+    found = advice.plan(*catalogue([f"{name}=8xMI300X,intra=xGMI,link=400G RoCE" for name in "ab"]))
+    assert found.verdict.startswith("use ddp: ")
+    now = potluck(found.job, found.fleet)
+    assert any(lever.what.startswith("codec topk") for lever in advice.levers(found.job, found.fleet, now))
+    assert found.levers == ()
+
+
 def test_one_machine() -> None:
     alone = Fleet(machines=(HOST,))
     found = advice.plan(JOB, alone)

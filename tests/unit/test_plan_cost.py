@@ -62,6 +62,24 @@ class TestNodes:
         assert four.fleet.host.intra == "PCIe 4"
         assert any(f"{fabric} joins 2 devices, not 4, so PCIe 4" in text for text in four.assumptions)
 
+    @pytest.mark.parametrize(
+        ("device", "word", "fabric", "gbit"),
+        [
+            ("MI250X", "xGMI", "xGMI MI250X", 400),
+            ("MI250X", "Infinity Fabric", "xGMI MI250X", 400),
+            ("MI300X", "xGMI", "xGMI", 3584),
+            ("MI355X", "xGMI", "xGMI MI355X", 4300.8),
+            ("A100 PCIe", "NVLink bridge", "NVLink bridge A100", 2400),
+            ("RTX 2080", "NVLink bridge", "NVLink bridge 2080", 200),
+        ],
+    )
+    def test_a_family_of_links_is_the_devices_own(self, device: str, word: str, fabric: str, gbit: float) -> None:
+        host = fleet_of(f"a=2x{device},intra={word}").host
+        assert host.intra == fabric
+        sheet = links.find(fabric)
+        assert sheet.line_mbit == gbit * 1000
+        assert host.intra_bytes_per_s == sheet.bytes_per_s
+
     def test_a_rate_of_both_directions_is_halved(self) -> None:
         given = fleet_inputs.from_words(["a=8xH100,intra=900GB/s"], GPT2)
         assert given.fleet.host.intra == "NVLink 4"

@@ -249,6 +249,8 @@ class TestNames:
             ("5800X3D", 1, "5800X3D"),
             ("Jetson TX2", 1, "Jetson TX2"),
             ("24 GB RTX 3090", 1, "24 GB RTX 3090"),
+            ("980 Ti", 1, "980 Ti"),
+            ("128xH100", 128, "H100"),
             ("13th Gen Intel(R) Core(TM) i9-13900K", 1, "13th Gen Intel(R) Core(TM) i9-13900K"),
             ("EPYC 7763 (64 cores, 2.45 GHz)", 1, "EPYC 7763 (64 cores, 2.45 GHz)"),
         ],
@@ -290,6 +292,14 @@ class TestUnknownNames:
         with pytest.raises(ConfigError, match="no device") as wrong:
             device_names.find(name)
         assert f"did you mean {near}" in wrong.value.hint
+
+    @pytest.mark.parametrize(
+        ("name", "near"), [("RTX 4071", "RTX 4070"), ("RTX 5090D", "RTX 5090"), ("H10", "H100")]
+    )
+    def test_the_usual_one_of_a_number_is_suggested_not_a_laptops(self, name: str, near: str) -> None:
+        with pytest.raises(ConfigError, match=f"no device {name!r}") as wrong:
+            device_names.find(name)
+        assert f"did you mean {near}?" in wrong.value.hint
 
     @pytest.mark.parametrize("name", ["Steam Deck", "Tesla M40", "Radeon Pro 580", "Snapdragon X Elite"])
     def test_nothing_of_another_maker_is_suggested(self, name: str) -> None:

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from potluck.codec.names import downs_of
 from potluck.hub import actions as act
 from potluck.hub import inputs
 from potluck.hub.members import JOINING, SYNCING, Member
@@ -64,7 +65,8 @@ class ProtocolMachine(RuleBasedStateMachine):
         sample_bytes=st.sampled_from([0, 130_000, 600_000]),
     )
     def start(self, batch: int, samples: int, well: int, sample_bytes: int) -> None:
-        self.world = World(batch=batch, samples=samples, check_replica_every=1, sample_bytes=sample_bytes)
+        auto: dict[str, Any] = {"auto": downs_of(None), "coded_bytes": 20} if batch % 2 else {}
+        self.world = World(batch, samples, check_replica_every=1, sample_bytes=sample_bytes, **auto)
         for guest in "abc"[:well]:
             self.joins_well(guest)
 
@@ -114,9 +116,12 @@ class ProtocolMachine(RuleBasedStateMachine):
             self.world.sketch(guest, seconds)
 
     @precondition(lambda self: self.world.comparing)
-    @rule(why_not=st.sampled_from([None, None, None, "it differs"]))
-    def compares(self, why_not: str | None) -> None:
-        self.world.compare(why_not)
+    @rule(
+        why_not=st.sampled_from([None, None, None, "it differs"]),
+        more=st.sampled_from([{}, {}, {"again": True}, {"rounded": True, "spread": 0.3}, {"void": "no items"}]),
+    )
+    def compares(self, why_not: str | None, more: dict[str, Any]) -> None:
+        self.world.compare(None if "rounded" in more else why_not, **more)
 
     @rule(guest=guests, digests=st.sampled_from([DIGESTS, DIGESTS, b"", b"x" * len(DIGESTS), b"x"]))
     def hashes(self, guest: str, digests: bytes) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from potluck import checked
+from potluck.train.host_ranks import RankReady
 from potluck.train.optimizer_state import capture_rng
 from potluck.train.saved_place import DataPlace, SavedPlace
 
@@ -54,3 +55,9 @@ def test_it_survives_json(place: SavedPlace) -> None:
 def test_what_potluck_does_not_write_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError, match=rf"`\$\.{next(iter(wrong))}"):
         read(msgspec.json.encode({**msgspec.to_builtins(PLACE), **wrong}))
+
+
+def test_the_hosts_ranks_may_read_endless_data_too() -> None:
+    """A script gives it the largest length that there is."""
+    ready = RankReady(model="", samples=sys.maxsize, free_bytes=None)
+    assert checked.decode(msgspec.json.encode(ready), RankReady) == ready

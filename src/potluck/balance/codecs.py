@@ -87,7 +87,8 @@ def choose(
 ) -> Choice:
     """The codec of one guest.
 
-    Args: guests: every guest's speed with its codec, but this guest's with int4.
+    Args:
+        guests: every guest's speed with its codec, but this guest's with int4.
         coding_s: time to code and decode a message in thin.
         late_s: part of the upload time, with int4, that is in its overhead, if the upload is the slower direction.
         now: this guest's present codec.

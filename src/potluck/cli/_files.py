@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,9 @@ import click
 
 from potluck import checked, durable
 from potluck.errors import UserError
+
+_CANNOT_REPLACE = {errno.EBUSY, errno.EACCES, errno.EPERM, errno.EROFS}
+"""The errors of a file whose folder takes no other file in its place, such as one mounted into a container."""
 
 
 @contextmanager
@@ -31,16 +35,20 @@ def check_writable(*paths: Path | str | None) -> None:
         new = not Path(path).exists()
         with written(path):
             open(path, "ab").close()
-            if new:
-                Path(path).unlink()
+            if new:  # several ranks may check the same file at the same time
+                Path(path).resolve().unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
+    """Replace a file. A link, such as /dev/stdout, stays one: the file that it leads to is written in place."""
     with written(path):
-        if _is_device(path):
-            path.write_text(text, encoding="utf-8")
-        else:
-            durable.replace(path, text, what="result")
+        if not path.is_symlink() and not _is_device(path):
+            try:
+                return durable.replace(path, text, what="result")
+            except OSError as error:
+                if error.errno not in _CANNOT_REPLACE or not path.is_file():
+                    raise
+        path.write_text(text, encoding="utf-8")
 
 
 def _is_device(path: Path) -> bool:

@@ -30,7 +30,8 @@ def check(
     bind: Sequence[str],
     work_on: Callable[[SshFleet, Path], HostWork] | None,
 ) -> int:
-    """Print findings, a row for each machine, and the plan; the exit status is 1 if a machine cannot be used.
+    """Print findings, a row for each machine, and the plan; the exit status is 1 if a machine cannot be used, or
+    gave no answer.
 
     `bind` and `work_on` as for `FleetCheck.look`.
     """
@@ -51,7 +52,7 @@ def check(
     if (plan := found.plan()) is not None:
         click.echo("")
         show(plan_lines(plan, columns(), whole=not sys.stdout.isatty()), sys.stdout)
-    return 1 if any(finding.severity == BLOCKER for finding in found.findings) else 0
+    return 1 if found.silent or any(finding.severity == BLOCKER for finding in found.findings) else 0
 
 
 def _rows(checked: FleetCheck, machines: Sequence[NamedMachine], usable: Sequence[str]) -> list[tuple[str, ...]]:

@@ -16,6 +16,7 @@ from potluck.cli.bench import BackendFlags, device_option, joined, start_ranks
 from potluck.errors import ConfigError, UserError
 from potluck.fleet.ranks import is_rank
 from potluck.probe.groups import check_backends, check_device, check_settings, is_first, rank_device
+from potluck.spec.rig import LEAST_MBIT, MOST_MBIT
 
 if TYPE_CHECKING:
     from potluck.spec.ddp_rows import DdpRow
@@ -134,6 +135,8 @@ def _check_flags(flags: DdpFlags) -> None:
         )
     if flags["batch"] is not None and flags["global_batch"] is not None:
         raise ConfigError("--batch and --global-batch exclude each other", hint="give one of them")
+    if (mbit := flags["lab_mbit"]) is not None and not LEAST_MBIT <= mbit <= MOST_MBIT:
+        raise ConfigError(f"--lab {mbit:g} is not a rate", hint=f"{LEAST_MBIT:g} to {MOST_MBIT:g} Mbit/s")
     if flags["lab_mbit"] is not None and flags["device"] != "cpu":
         raise ConfigError("--lab measures on the CPU", hint="leave --device out, or run without --lab")
     if flags["plot"] is not None:

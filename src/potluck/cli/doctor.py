@@ -122,6 +122,11 @@ def _check_flags(target: str | None, flags: DoctorFlags) -> None:
         raise ConfigError(
             "--listen cannot be combined with --facts", hint="--facts reads a file instead of this machine"
         )
+    unused = options.given(flags, ("port", "run", "runs", "cluster", "parameters")) if flags["facts"] else {}
+    for name in unused:
+        raise ConfigError(
+            f"--{name} cannot be combined with --facts", hint="--facts reads a file instead of this machine"
+        )
     if flags["listen"] and flags["log"]:
         raise ConfigError("--listen cannot be combined with --error", hint="read the log first, then listen")
     options.check_listening("doctor", flags, "bind", "for")

@@ -67,8 +67,9 @@ def host(
     Several GPUs in this machine, one process each:
       torchrun --standalone --nproc-per-node 2 -m potluck host my_train.py
     """
-    from potluck.fleet.script import is_script
+    from potluck.fleet.script import check_send, is_script
 
+    check_send(what, send)
     if is_script(what):
         run_script(settings, Path(what), arguments, send, flags)
         return

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from potluck.plan.fleet_inputs import Given
     from potluck.spec.fleet import Job
 
-_DEFAULT_MODEL = "gpt2-124m"
+_DEFAULT_MODEL, _DEFAULT_PRECISION = "gpt2-124m", "bf16"
 _MAKE_FACTS = "make one with: potluck probe --save FILE, or potluck doctor --save FILE"
 
 
@@ -31,7 +31,7 @@ class PlanFlags(TypedDict):
     sequence: int | None
     bytes_: float | None
     codec: str | None
-    precision: str
+    precision: str | None
     strategies: tuple[str, ...]
     save: Path | None
     prices: tuple[str, ...]
@@ -72,7 +72,6 @@ class PlanFlags(TypedDict):
 @click.option(
     "--precision",
     type=click.Choice(["bf16", "fp32"]),
-    default="bf16",
     help="Precision of the matrix products, where the device supports it (default bf16).",
 )
 @click.option(
@@ -143,6 +142,10 @@ def plan(
     given, job = _given(rig, flags)
     if sweep is not None and guests is not None:
         raise ConfigError("--sweep cannot be combined with --guests", hint="use one of them")
+    if guests is not None and flags["strategies"]:
+        raise ConfigError(
+            "--strategy cannot be combined with --guests", hint="--guests compares one hub, a tree and DDP's ring"
+        )
     if (sweep is not None or guests is not None) and (flags["prices"] or flags["electricity"]):
         raise ConfigError("--price and --electricity need one plan", hint="leave out --sweep and --guests")
     if sweep is not None:
@@ -172,7 +175,8 @@ def _plan(given: Given, job: Job, flags: PlanFlags) -> tuple[Struct, list[Any]]:
     if prices or per_kwh is not None:
         of_rig = not flags["machines"] and not flags["facts"]
         model = None if of_rig else models.find(flags["model"] or _DEFAULT_MODEL, flags["sequence"])
-        paid = cost.costs(job, given.fleet, found.rows, prices, per_kwh, model=model, precision=flags["precision"])
+        precision = flags["precision"] or _DEFAULT_PRECISION
+        paid = cost.costs(job, given.fleet, found.rows, prices, per_kwh, model=model, precision=precision)
         found = replace(found, costs=paid)
         if per_kwh is not None:
             found = replace(found, assumptions=(*found.assumptions, *cost.power_notes(given.fleet)))
@@ -236,10 +240,11 @@ def _of_rig(name: str, flags: PlanFlags) -> tuple[Given, Job]:
     from potluck.plan.fleet_inputs import Given
     from potluck.plan.rigs import fleet_of, job_of
 
-    for flag, value in (("model", flags["model"]), ("sequence", flags["sequence"])):
+    of_rig = {"model": flags["model"], "sequence": flags["sequence"], "precision": flags["precision"]}
+    for flag, value in of_rig.items():
         if value is not None:
             raise ConfigError(
-                f"--{flag} cannot be combined with a RIG", hint="a rig has its own model: change its file"
+                f"--{flag} cannot be combined with a RIG", hint="a rig has its own model and speeds: edit its file"
             )
     rig = rigs.load(name)
     job = job_of(rig)
@@ -257,7 +262,7 @@ def _of_machines(flags: PlanFlags) -> tuple[Given, Job]:
     model = models.find(flags["model"] or _DEFAULT_MODEL, flags["sequence"])
     batch = models.batch_of(model, flags["batch_tokens"], flags["batch"])
     job = model.job(batch, flags["codec"] or "auto", flags["bytes_"] or 4.0)
-    words, precision = flags["machines"], flags["precision"]
+    words, precision = flags["machines"], flags["precision"] or _DEFAULT_PRECISION
     files = flags["facts"]
     tables = [(str(file), checked.read_json(file, what="a facts file", hint=_MAKE_FACTS)) for file in files]
     if not tables:

@@ -102,7 +102,7 @@ class Packing:
     def add(self, first: int, last: int, theirs: Tensor, *, divide_by: int = 1) -> None:
         """Replace these pieces of the values by their own and another's payloads, decoded, added and divided.
 
-        Raises: WireError: theirs are not payloads of this codec for this many pieces.
+        Raises WireError if theirs are not payloads of this codec for this many pieces.
         """
         room, codec, count = self._room, self._codec, (last - first) * PIECE
         whole = checked_payload(theirs, count, (last - first) * self._bytes, codec.name)

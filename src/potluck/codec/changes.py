@@ -73,7 +73,7 @@ def to_wire(found: Tensor) -> bytes:
 def from_wire(message: Buffer, count: int) -> Tensor:
     """The differences of `count` values in a message.
 
-    Raises: WireError: this is not a message for this many values.
+    Raises WireError if it is not a message for this many values.
     """
     if 8 * len(message) >= max(THIN_BITS * count, 512):
         raise WireError(f"{len(message)} bytes for {count} values in {BF16_CHANGES}")

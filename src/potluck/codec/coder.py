@@ -59,7 +59,7 @@ def coded(*parts: np.ndarray) -> list[bytes]:
 def decoded(message: bytes | memoryview, most: int, codec: str) -> np.ndarray:
     """The decoded bytes, [at most `most`] uint8.
 
-    Raises: WireError: invalid code, or more than `most` bytes.
+    Raises WireError if the code is invalid, or more than `most` bytes.
     """
     try:
         says = zstandard.frame_content_size(message)  # that much memory will be taken

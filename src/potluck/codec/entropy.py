@@ -52,7 +52,7 @@ def to_wire(codec: Codec, payload: Tensor) -> Buffer:
 def from_wire(codec: Codec, message: Buffer, count: int) -> Tensor:
     """The payload of `count` values in a message, [nbytes(count)] uint8.
 
-    Raises: WireError: this is not a message of this codec for this many values.
+    Raises WireError if it is not a message of this codec for this many values.
     """
     nbytes = codec.nbytes(count)
     least, most = least_and_most_bytes(codec, count)

@@ -21,8 +21,8 @@ _MOST_SIZES = 32
 def header_of(
     name: str, tensors: Sequence[Tensor], *, op: Any = None, root: int | None = None, sized: bool = True
 ) -> Header:
-    """The shape of the tensor whose size must agree between ranks; for several tensors, the number of elements of
-    each."""
+    """The header of a collective, with what must agree between ranks: the shape of one tensor, or the number of
+    elements of each of several."""
     reduced = "" if op is None else reduction.name_of(op)
     if sized and len(tensors) == 1:
         return _header_of_one(name, tensors[0].shape, tensors[0].dtype, reduced, root)

@@ -254,7 +254,7 @@ def _as_given(name: str, value: Any, said_by: str) -> str:
 class _Rule:
     default: Any
     type: Any
-    """Whether msgspec accepts the value."""
+    """The type that msgspec checks the value against."""
     hint: str
 
 

@@ -35,7 +35,7 @@ _END_S = 5.0
 def number_of(asked: int, cores: int, members: int) -> int:
     """Threads of one of `members` processes that share `cores`, the calling thread included.
 
-    Args: asked: the user's setting; 0: as many as there are cores for each member, at most four.
+    `asked`: the user's setting; 0: as many as there are cores for each member, at most four.
     """
     return asked if asked > 0 else max(1, min(MOST, cores // members))
 

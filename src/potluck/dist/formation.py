@@ -168,7 +168,7 @@ def form(
 ) -> Formation:
     """Meet the other ranks and prepare for collectives with them.
 
-    Args: within: the number of the default group, if this is another one.
+    `within`: the number of the default group, if this is another one.
     """
     settings = _resolved(config, rank, world)
     deadline = time.monotonic() + timeout_s

@@ -139,7 +139,8 @@ class PotluckGroup(dist.ProcessGroup):
     ) -> PotluckGroup | None:
         """A group of some of this group's ranks. Every rank of this group must call it together.
 
-        Args: new_ranks: rank numbers in this group; other ranks get None.
+        Args:
+            new_ranks: rank numbers in this group; other ranks get None.
             opts: a potluck.dist.Config; None: this group's.
             device_types: ignored: every group takes all.
         """
@@ -169,8 +170,8 @@ class PotluckGroup(dist.ProcessGroup):
     ) -> PotluckWork:
         """Number a collective and queue it.
 
-        Args: header: what must be the same on all ranks. tensors: all tensors read or written, to wait for their
-        devices. body: the collective itself, which the engine runs.
+        `header`: what must be the same on all ranks. `tensors`: all tensors read or written, to wait for their
+        devices. `body`: the collective itself, which the engine runs.
         """
         formation = self._formation
         formation.peers.check()

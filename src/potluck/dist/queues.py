@@ -182,7 +182,7 @@ class MessageQueues:
     ) -> PeerMessage:
         """The next message of that kind from one peer. Raises Aborted, PeerGone or DeadlinePassed.
 
-        Args: contrary: while that peer sends nothing, return a message of another peer for which this is true.
+        `contrary`: while that peer sends nothing, return a message of another peer for which this is true.
         """
         key: QueueKey = (kind, group, source.name, tag)
 

@@ -73,8 +73,8 @@ class Call:
     def timeout_error(self, missing: Mapping[int, str]) -> CollectiveTimeoutError:
         """The error of a collective that did not finish.
 
-        Args: missing: ranks that never joined it, with their last known activity; empty if all joined and one of
-        them stalled.
+        `missing`: ranks that never joined it, with their last known activity; empty if all joined and one of them
+        stalled.
         """
         missed = sorted(missing)
         if missed:

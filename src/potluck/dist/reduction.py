@@ -62,10 +62,7 @@ def supports(op: Op, dtype: torch.dtype) -> bool:
 
 
 def check(op: Op, dtype: torch.dtype) -> None:
-    """Raise an error for a combination that `supports` refuses.
-
-    Raises: CollectiveError: names the operation and the dtype, and says what to do instead.
-    """
+    """Raise CollectiveError for a combination that `supports` refuses; it says what to do instead."""
     if not supports(op, dtype):
         name = name_of(op)
         raise CollectiveError(f"{name} cannot reduce {dtype}", hint=_instead(name, dtype))

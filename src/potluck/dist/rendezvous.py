@@ -115,8 +115,8 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
 def meet(store: Any, rank: int, world: int, mine: RankInfo, timeout_s: float) -> Membership:
     """Write this rank's info and read the others'.
 
-    Raises: GuestsMissingError: names the missing ranks. CollectiveError: ranks of another version, with other
-    settings, or without a required key.
+    Raises GuestsMissingError, which names the missing ranks, or CollectiveError if a rank has another version or
+    other settings, or no key where one is required.
     """
     deadline = time.monotonic() + timeout_s
     if rank == 0:
@@ -138,7 +138,7 @@ def meet(store: Any, rank: int, world: int, mine: RankInfo, timeout_s: float) ->
 
 
 def _without_key(ranks: list[RankInfo]) -> CollectiveError | None:
-    """Otherwise somebody who can write to the store could turn encryption off."""
+    """The error if a rank sent no key: somebody who can write to the store must not turn encryption off."""
     without = [rank for rank, info in enumerate(ranks) if not info.endpoint.has_key]
     if not without:
         return None
@@ -173,10 +173,9 @@ def all_ready(store: Any, rank: int, world: int, timeout_s: float) -> None:
 def new_namespace(store: Any, rank: int, world: int, within: int | None, timeout_s: float) -> Any:
     """The part of the store that only this group uses, once all of its ranks have joined.
 
-    Args:
-        within: the number of the default group, which its other groups have in common; None: this is that group.
+    `within`: the number of the default group, which its other groups have in common; None: this is that group.
 
-    Raises: GuestsMissingError: names the missing ranks. CollectiveError: another process has this rank.
+    Raises GuestsMissingError, which names the missing ranks, or CollectiveError if another process has this rank.
     """
     root = PrefixStore("potluck/groups" if within is None else f"potluck/{within}/groups", store)
     deadline = time.monotonic() + timeout_s

@@ -34,7 +34,7 @@ class RingStep:
 def split(count: int, parts: int, multiple: int = 1) -> tuple[Span, ...]:
     """0..count in `parts` spans of nearly equal length. Some are empty if there are too few elements.
 
-    Args: multiple: every span except the last non-empty one starts and ends at a multiple of this.
+    `multiple`: every span except the last non-empty one starts and ends at a multiple of this.
     """
     units = -(-count // multiple)
     whole, left = divmod(units, parts)

@@ -18,7 +18,7 @@ import torch.distributed.distributed_c10d
 from potluck.errors import CollectiveError
 
 c10d: Any = torch.distributed.distributed_c10d
-"""torch's record of its groups. Much of it is private, but there is no public interface."""
+"""torch's module with the record of its groups. Much of it is private, but there is no public interface."""
 
 
 @dataclass(slots=True)

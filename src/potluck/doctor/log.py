@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import islice
 
 from potluck.doctor import chosen_transport, inferred, known_messages, own
 from potluck.doctor.log_text import MOST_LINE, LogText, Part, quoted
@@ -20,6 +21,10 @@ _ENDED = re.compile(
 """The last line of a program that ends without a traceback: the system's, the shell's, or its own."""
 _FINISHED = re.compile(r"^(?:\[[^\]]{1,40}\]:? ?)?(?:finished after step \d|the run is over: finished\b)")
 """The last line of Potluck's host and guest after a run that did all of its steps."""
+_OF_NCCL = re.compile(r"(?P<thread>\S{1,80}:\d{1,9}:\d{1,9}) \[\d{1,4}\] ")
+_NCCL_FAILS = re.compile(r"NCCL INFO [\w./-]{1,200}:\d{1,6} -> [1-7]\b")
+"""NCCL's functions print it, each for itself, when they return an error."""
+_FAR = 200
 _FAILED = ("Traceback (most recent call last)", "ChildFailedError", "Killed", "terminate called")
 
 
@@ -63,7 +68,10 @@ def _first_error(log: LogText, raised: Sequence[Raised], after: int, before: int
     end = before if before is not None else log.lines + 1
     first = next((r for r in raised if not r.of_launcher and after < r.line < end), None)
     if first is not None:
-        return f"{first.who}{quoted(first.text, 0)} (line {first.line})"
+        return f"{first.who}{quoted(_in_short(first), 0)} (line {first.line})"
+    of_nccl = next((hit for hit in log.hits("NCCL WARN") if after < hit[0] < end and _nccl_fails(log, *hit)), None)
+    if of_nccl is not None:
+        return f"line {of_nccl[0]}: {quoted(of_nccl[1], of_nccl[2])}"
     ways = [_ERROR_LINE.match, _ENDED.search]
     if before is None:  # a traceback that begins before Ctrl-C ends with it
         ways.append(re.compile(re.escape(BEGINS)).search)
@@ -73,3 +81,18 @@ def _first_error(log: LogText, raised: Sequence[Raised], after: int, before: int
                 if after < number < end and looks(line[:MOST_LINE]):
                     return f"line {number}: {quoted(line[:MOST_LINE], 0)}"
     return ""
+
+
+def _in_short(raised: Raised) -> str:
+    """The exception's first line, or the cause that torch quotes from NCCL some lines below it."""
+    last = next((i for i, line in enumerate(raised.body[:-1]) if line.strip() == "Last error:"), None)
+    return raised.text if last is None else f"{raised.name}: {raised.body[last + 1]}"
+
+
+def _nccl_fails(log: LogText, line: int, text: str, at: int) -> bool:
+    """Whether the thread that wrote this warning says next that a function failed. Many warnings are harmless."""
+    writer = _OF_NCCL.search(text[:at])
+    if writer is None:
+        return False
+    following = (next_ for _, next_ in islice(log.after(line), _FAR) if writer["thread"] in next_)
+    return _NCCL_FAILS.search(next(following, "")) is not None

@@ -120,15 +120,17 @@ CONNECTING: tuple[Signature, ...] = (
     ),
     Signature(
         code="nccl-unreached",
-        words=("socketStartConnect", "socketPollConnect", "Call to connect"),
+        words=("Connect to ", "socketPollConnect", "Call to connect"),
         pattern=_re(
             r"NCCL WARN.{0,120}connect\w{0,5}:? (?:to )?(?:connect )?(?:to )?"
             r"(?P<address>[\w.:%-]{2,80}(?=<\d{1,5}>)|[\w.%-]{2,80}(?=:\d{1,5}\b))"
             r"|NCCL WARN (?:socketPollConnect poll\(\) |Call to connect timeout)"
         ),
-        what="NCCL did not reach {address}: the interface that it chose does not lead there",
-        breaks="the start, after the rendezvous: containers' and VPNs' interfaces are tried, too",
-        fix="export NCCL_SOCKET_IFNAME=eth0   (the one that potluck doctor marks as used, on each machine)",
+        what="NCCL did not reach {address}: a firewall blocks it, or NCCL's interface does not lead there",
+        breaks="the start, after the rendezvous: NCCL listens at ports of its own choice, on each machine. "
+        "Containers' and VPNs' interfaces are tried, too",
+        fix="potluck doctor --listen   (and its line on the other machine: does a firewall block?)\n"
+        "export NCCL_SOCKET_IFNAME=eth0   (the one that potluck doctor marks as used, on each machine)",
         potluck="takes the interface that the route to the other machine leaves by",
         pains=(3,),
         hides=("no-route",),
@@ -432,8 +434,11 @@ RUNNING: tuple[Signature, ...] = (
     ),
     Signature(
         code="out-of-memory",
-        words=("out of memory. Tried to allocate",),
-        pattern=_re(r"\b(?:CUDA|HIP|XPU) out of memory\. Tried to allocate"),
+        words=("out of memory. Tried to allocate", "'out of memory'"),
+        pattern=_re(
+            r"\b(?:CUDA|HIP|XPU) out of memory\. Tried to allocate"
+            r"|NCCL WARN.{0,40}(?:Cuda|HIP) failure (?:\d{1,4} )?'out of memory'"
+        ),
         what="a GPU has no memory left",
         breaks="that rank, and with it all others. With equal batches the smallest card decides for all",
         fix="a smaller batch and more accumulation steps, on every rank",

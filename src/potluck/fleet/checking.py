@@ -56,7 +56,9 @@ class FleetCheck:
         self.findings: list[Finding] = []
         self.measured: dict[str, Measured] = {}
         self.silent: set[str] = set()
-        """Machines that did not answer in time."""
+        """Machines that gave no answer: not in time, or because a command there failed."""
+        self._failures: dict[str, str] = {}
+        """How the last command of each machine failed; empty if it did not, or has not ended."""
         self._tried: TriedWork | None = None
 
     def look(self, bind: Sequence[str], work_on: Callable[[SshFleet, Path], HostWork] | None) -> Sequence[str]:
@@ -165,13 +167,14 @@ class FleetCheck:
             self.findings += error.findings
         except msgspec.DecodeError:
             self.silent.add(name)
-            self._tell(f"{name}: did not answer within {ANSWER_S:.0f} s")
+            self._tell(f"{name}: {self._failures.get(name) or f'did not answer within {ANSWER_S:.0f} s'}")
 
     def _answer(self, name: str, words: Sequence[str], feed: str = "") -> str:
         """The JSON that a command of Potluck prints there; empty if there is none."""
         log = self._folder / f"{name}-{words[0]}.log"
         log.unlink(missing_ok=True)
-        self._fleet.run(name, ["-m", "potluck", *words], log, feed=feed).wait(ANSWER_S)
+        ended = self._fleet.run(name, ["-m", "potluck", *words], log, feed=feed).wait(ANSWER_S)
+        self._failures[name] = ended.why if ended is not None else ""
         text = log.read_text(encoding="utf-8") if log.exists() else ""
         begin = text.find("{")
         return text[begin:] if begin >= 0 else ""

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from potluck.fleet.bootstrap import FleetNeeds, name_of
 from potluck.fleet.launching import HostWork
-from potluck.fleet.script import imports_of, is_script, read_script
+from potluck.fleet.script import check_send, imports_of, is_script, read_script
 from potluck.fleet.ssh import SshFleet
 
 
@@ -17,6 +17,8 @@ def needs_of(what: str | None, send: Sequence[Path], extra: Sequence[str]) -> Fl
     for word in extra:
         name_of(word)
     imports: dict[str, str] = {}
+    if what is not None:
+        check_send(what, send)
     if what is not None and is_script(what):
         found = imports_of(read_script(Path(what), send), Path(what).resolve().parent)
         imports = {module: where for module, where in found.items() if not where.startswith("./")}

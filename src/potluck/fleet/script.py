@@ -50,6 +50,12 @@ def is_script(what: str) -> bool:
     return what.endswith(".py") or "/" in what
 
 
+def check_send(what: str, send: Sequence[Path]) -> None:
+    """Refuse files that are to be sent with a recipe."""
+    if send and not is_script(what):
+        raise UserError("--send works only with a script", hint="guests have the recipes: leave --send out")
+
+
 def described(script: Script, folder: Path, python: Script | None = None) -> tuple[Source, list[str]]:
     """Its description for guests, and the files in its folder that it imports and that are not sent with it.
 

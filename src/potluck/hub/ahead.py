@@ -217,7 +217,7 @@ class SendingAhead:
     # -- leases -----------------------------------------------------------------------------------------
 
     def cut(self, member: Member, quota: int, spare: int, speed: Speed) -> list[tuple[int, AheadBatch | None]]:
-        """A lease of about `quota` samples that uses what the guest was sent; None: cut the lease as usual.
+        """A lease of about `quota` samples that uses what the guest was sent; empty: cut the lease as usual.
 
         `spare`: how many more samples the lease may have.
         """

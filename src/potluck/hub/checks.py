@@ -31,6 +31,8 @@ CHECK_SAMPLES = 4
 """The most samples in a common batch, unless the model needs more at once."""
 REFERENCES_KEPT = 4
 """A guest's gradient is not compared if this many newer checks have begun."""
+HALF = ("fp16", "bf16")
+"""The codecs beside which only none rounds less."""
 MID_STEP_S = 3.0
 """With less left of a step, a guest is checked in the next one: its answer must come before the weights change."""
 ATTEMPTS = 3
@@ -68,6 +70,8 @@ class Checks:
     put_out: Callable[..., list[Action]]
     round_less: Callable[[], str | None]
     """Have the weights' changes coded in a finer codec from now on; its name, or None where the codec was given."""
+    codec_down: str = ""
+    """What the weights' changes are coded in otherwise."""
     _finer: str = ""
     """The codec that was chosen because the first one rounds too much."""
     _rough_step: int = -1
@@ -212,8 +216,8 @@ class Checks:
         """With codec auto: have the weights rounded less, and check the guest again once it holds these."""
         if not verdict.rounded:
             return []
-        if not self._finer:
-            self._finer = self.round_less() or ""
+        if not self._finer and (finer := self.round_less()) is not None:
+            self._finer = finer
             self._rough_step, self._rough_checks = self.ledger.step, self._count
         if not self._finer or check > self._rough_checks:
             return []
@@ -244,7 +248,8 @@ class Checks:
 
     def _tell_spread(self, member: Member, verdict: Verdict) -> list[Action]:
         if verdict.rounded:
-            fix = "--codec none does not round" if self._finer else "--codec fp16 rounds less"
+            fine = self._finer or self.codec_down in HALF
+            fix = "--codec none does not round" if fine else "--codec fp16 rounds less"
             text = self._rounded(member, verdict, fix)
         else:
             text = (

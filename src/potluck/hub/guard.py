@@ -23,7 +23,7 @@ TRUSTED = (COMPUTING, LATE, SITTING_OUT)
 """States of guests whose gradients count. All others are sent everything, or checked, in any case."""
 VERSIONS_KEPT = 4
 PARITY_EVERY = 20
-"""After the first of these, and after this many equal hashes in a row, a guest's gradient is compared again."""
+"""After the first equal hash, and after this many in a row, a guest's gradient is compared again."""
 PARITY_SELDOM = 8 * PARITY_EVERY
 """The same where a check takes a guest longer than a step: it falls behind and is sent everything again."""
 PARITY_SAMPLES = 8

@@ -30,9 +30,7 @@ from potluck.hub.guest_pieces import GuestPieces
 from potluck.hub.guest_work import Arrivals, Kept, Work
 from potluck.hub.hashes import PieceHashes
 from potluck.hub.link import GuestLink, RawFrames
-from potluck.hub.model_tensors import (
-    ModelTensors,
-)
+from potluck.hub.model_tensors import ModelTensors
 from potluck.limits import usable_memory
 from potluck.spec.messages import (
     MOST_ITEMS,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from potluck.codec import Codecs, changes, encode_with_feedback, from_wire, rehearse, to_wire
 from potluck.codec.names import BF16_CHANGES
@@ -36,8 +37,9 @@ class GuestPieces:
         self._names = [spec.name for spec in tensors.fingerprint if spec.role == "trained"]
         self._residual: Tensor | None = None
         self._scratch: Tensor | None = None
-        self._written: dict[int, tuple[int, int]] = {}
-        """Each weight's address, and how often it had been written to, after the last write here."""
+        self._written: dict[int, tuple[StorageWeakRef, int]] = {}
+        """Each weight's storage, and how often it had been written to, after the last write here. An address would
+        not identify the storage: memory that is freed is used again."""
 
     def rehearse(self) -> None:
         """Use each codec once, or the first lease would seem to take a slow link."""
@@ -58,10 +60,11 @@ class GuestPieces:
         """Add a change to a piece. Refused if the script has changed it too: its values would not be the host's."""
         piece, trained = self._pieces[index], self._tensors.trained
         for span in piece.spans:
-            place, times = self._written.get(span.tensor, (0, 0))
             weight = trained[span.tensor]
+            storage, times = self._written.get(span.tensor, (None, 0))
             # Flattening an RNN's weights for cuDNN writes to them too, and moves them.
-            if weight.data_ptr() == place and weight._version != times:
+            same = storage is not None and storage.cdata == weight.untyped_storage()._cdata
+            if same and weight._version != times:
                 raise _changed_here(self._names[span.tensor])
         if codec == BF16_CHANGES:
             values = self._values(index)
@@ -76,7 +79,7 @@ class GuestPieces:
     def _wrote(self, piece: Piece) -> None:
         for span in piece.spans:
             weight = self._tensors.trained[span.tensor]
-            self._written[span.tensor] = weight.data_ptr(), weight._version
+            self._written[span.tensor] = StorageWeakRef(weight.untyped_storage()), weight._version
 
     def raw(self, index: int) -> memoryview:
         """The bytes of a piece's weights."""

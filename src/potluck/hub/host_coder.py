@@ -110,7 +110,9 @@ class HostCoder:
         replica_on_host: bool = False,
     ) -> None:
         """
-        Args: down: the default codec of changes. up: the default codec of contributions.
+        Args:
+            down: the default codec of changes.
+            up: the default codec of contributions.
             replica_on_host: keep the replica in host memory, to save the device's.
         """
         self._tensors = tensors

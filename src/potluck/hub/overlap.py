@@ -124,7 +124,7 @@ class Overlap:
 
 
 def _computes_in_bf16(module: nn.Module) -> bool:
-    """Wait for the weights of a module whose forward is about to begin."""
+    """Whether a module whose forward is about to begin computes in bf16."""
     types = {p.device.type for p in module.parameters(recurse=False) if p.dtype != torch.bfloat16}
     return all(
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16 for kind in types

@@ -44,6 +44,7 @@ theirs."""
 LARGE_SPREAD = 0.5
 SAME = 0.999
 """Two gradients of the host with at least this cosine differ only by rounding."""
+UNCODED = "the host had not coded its weights in time for a second comparison"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ class Reference:
     second: Sketch | None = None
     """The second result for the same batch, at the weights that guests hold, which gives the host's spread."""
     uncoded: bool = False
-    """A second result was wanted, but the change of the weights was not coded in time."""
+    """The change of the weights was not coded in time: the second result, if any, is at the host's own weights."""
     reseeded: frozenset[str] = frozenset()
     """Generators that drew different numbers the second time."""
 
@@ -146,8 +147,8 @@ def judge(
         return Verdict(cosine=cosine, why_not=f"it counted {items:g} items where the host counted {host.items:g}")
     if why_not is None:
         return Verdict(cosine=cosine)
-    if host.uncoded:
-        return Verdict(cosine=cosine, void="the host had not coded its weights in time for a second comparison")
+    if host.uncoded and host.second is None:
+        return Verdict(cosine=cosine, void=UNCODED)
     if host.second is None or not unmatched <= host.reseeded:
         return Verdict(cosine=cosine, why_not=why_not, unmatched=unmatched, again=True)
     spread = _cosine(first.gradient, host.second.gradient)
@@ -156,6 +157,8 @@ def judge(
         if beyond is None:  # the guest is right, and the codec's rounding of its weights makes the difference
             return Verdict(cosine=as_guests, spread=spread, rounded=True)
     if spread >= SAME:
+        if host.uncoded:
+            return Verdict(cosine=cosine, void=UNCODED)
         why_not = f"{why_not}, and what the host computes twice is the same"
         return Verdict(cosine=cosine, why_not=why_not, spread=spread, unmatched=unmatched)
     mean = Sketch(
@@ -165,6 +168,8 @@ def judge(
     )
     mean.norms[:] = np.sqrt(first.norms * host.second.norms)
     cosine, why_not = compare(mean, guest, _limits(first, host.second, spread), names)
+    if why_not is not None and host.uncoded:  # the rounding of the guest's weights may be the reason
+        return Verdict(cosine=cosine, void=UNCODED)
     if why_not is not None:
         why_not = f"{why_not}; the host's own two have a cosine of {spread:.4f}"
     return Verdict(cosine=cosine, why_not=why_not, spread=spread, unmatched=unmatched, again=why_not is not None)

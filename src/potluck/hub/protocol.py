@@ -31,7 +31,7 @@ from potluck.hub.actions import (
     Wake,
 )
 from potluck.hub.ahead import MOST_BYTES, SendingAhead
-from potluck.hub.checks import Checks
+from potluck.hub.checks import MID_STEP_S, Checks
 from potluck.hub.codec_choice import CodecChoice
 from potluck.hub.feed import Feed, lacking
 from potluck.hub.feeding import Feeding
@@ -112,6 +112,7 @@ class HostProtocol:
             least=terms.least,
             put_out=self._put_out,
             round_less=self.codecs.round_less,
+            codec_down=terms.codec_down,
         )
         self.norms = Norms(terms.guest_bound)
         self._most_about_bytes = ABOUT_BYTES + 4 * len(packed_model(terms.fingerprint, {}))
@@ -438,8 +439,12 @@ class HostProtocol:
                 return [Reply(value=Take(ask_device=True))]
             return [Reply(value=Take(wait_until=now + LOOK_AGAIN_S, idle=False))]
         seconds = self.stepping.host_sample_s
-        self.checks.look_again(self.feeding.pieces, self.ledger.in_pool * seconds if seconds else None)
+        left_s = self.ledger.in_pool * seconds if seconds else None
+        self.checks.look_again(self.feeding.pieces, left_s)
         common = self.checks.due
+        if common is not None and common.twice is not None and (left_s or 0.0) >= 2 * MID_STEP_S:
+            # The second comparison needs the weights that guests hold: until they are coded, its own samples.
+            common = common if self.feeding.coded(self.ledger.step) else None
         least, left = self.terms.least.micro_batch, self.ledger.in_pool
         count = common.samples if common else next_made(left, event.made) or next_size(left, event.count, least)
         count = count or event.count

@@ -194,7 +194,7 @@ class Slowdown:
             self._usual_s, self._lost_s = self._with.sample_s, 0.0
 
     def _last_joined(self, here: Collection[str]) -> Member | None:
-        """The order in which guests sit out: guests on this machine first, then the one that joined last."""
+        """The guest that sits out first: one on this machine, else the one that joined last."""
         helping = [m for m in self._members.values() if m.samples and m.state in (COMPUTING, LATE)]
         return max(helping, key=lambda m: (m.id in here, m.joined_at), default=None)
 

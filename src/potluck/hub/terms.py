@@ -33,6 +33,8 @@ class HostTerms:
     local_data: bool = False
     codec: str = ""
     """The gradients' codec, for error messages."""
+    codec_down: str = ""
+    """The weights' codec, for error messages."""
     auto: tuple[str, str] | None = None  # choose each guest's codec: see CodecChoice
     guest_bound: float = 0.0
     """A contribution counts if its norm a sample is at most this many times the host's own. 0: no limit."""

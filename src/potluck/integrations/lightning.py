@@ -200,7 +200,7 @@ class _Shared(_Base):  # type: ignore[misc]
                 logger.finalize("failed")
             trainer._teardown()
             signal.signal(signal.SIGINT, self._handler)
-            raise exception
+            raise self._run._context.interruption from None
 
 
 def refuse(trainer: Any, own: torch.device, overridden: Callable[[str, Any], bool]) -> None:

@@ -20,7 +20,6 @@ import torch
 from potluck.errors import ConfigError, LoopError, MissingModuleError
 from potluck.hosting import start
 from potluck.train.data import makes_data, opened
-from potluck.train.ending import Interrupted
 from potluck.train.pushed import PushedLoader, Samples
 from potluck.train.run import Run
 from potluck.train.step import Step
@@ -107,7 +106,7 @@ class Trainer(PlainTrainer):  # type: ignore[misc]
         stopped = self._run.stop_requested
         self._run.close()
         if stopped:
-            raise Interrupted
+            raise self._run._context.interruption
         return output
 
     def get_train_dataloader(self) -> Any:

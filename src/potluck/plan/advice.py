@@ -50,6 +50,9 @@ def plan(job: Job, fleet: Fleet, strategies: Sequence[str] = (), assumptions: Se
     rows = tuple(predict(job, fleet, name) for name in check_strategies(tuple(strategies)))
     ours = next((row for row in rows if row.strategy == POTLUCK), None) or potluck(job, fleet)
     found = levers(job, fleet, ours)
+    other = _much_faster(rows, ours)
+    if other is not None:  # what makes potluck faster, and still slower than that, is no help
+        found = tuple(lever for lever in found if lever.speedup > other.speedup)
     return Plan(
         job=job,
         fleet=fleet,
@@ -153,10 +156,9 @@ def verdict(job: Job, fleet: Fleet, rows: Sequence[Prediction], ours: Prediction
     if not fleet.guests:
         return NOTHING_TO_SHARE
     helping = [g.name for g in fleet.guests if ours.shares[g.name]]
-    same = [row for row in rows if row.strategy in (DDP, DDP_BALANCED, DDP_OVERLAP, ZERO, FSDP) and row.fits]
-    best = fastest(same or [ours])
-    if best.speedup > WORTH * max(1.0, ours.speedup):
-        return f"use {best.strategy}: {best.speedup:.2f}×; potluck would reach {ours.speedup:.2f}×."
+    other = _much_faster(rows, ours)
+    if other is not None:
+        return f"use {other.strategy}: {other.speedup:.2f}×; potluck would reach {ours.speedup:.2f}×."
     text = _worth(fleet, ours, helping, found)
     balanced = next((row for row in rows if row.strategy == DDP_BALANCED), None)
     if ours.speedup >= WORTH and balanced is not None and balanced.speedup < 1:
@@ -170,6 +172,13 @@ def verdict(job: Job, fleet: Fleet, rows: Sequence[Prediction], ours: Prediction
         unit = "tokens" if job.tokens_per_sample > 1 else "samples"
         text += f". To hide the link a step needs about {need:,} {unit}"
     return text + "."
+
+
+def _much_faster(rows: Sequence[Prediction], ours: Prediction) -> Prediction | None:
+    """The fastest other strategy of the same training, if it is worth more than potluck."""
+    same = [row for row in rows if row.strategy in (DDP, DDP_BALANCED, DDP_OVERLAP, ZERO, FSDP) and row.fits]
+    best = fastest(same or [ours])
+    return best if best.speedup > WORTH * max(1.0, ours.speedup) else None
 
 
 def _packed(rows: Sequence[Prediction], balanced: Prediction) -> str:

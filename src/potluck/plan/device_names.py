@@ -62,13 +62,13 @@ def counted(name: str) -> tuple[int, str]:
     """8xMI300X, 8 MI300X, MI300X x8: (8, MI300X)."""
     found = _COUNT_FIRST.match(name)
     if found:
-        return int(found[1]), found[2]
+        return int(found[1] or found[2]), found[3]
     found = _COUNT_LAST.match(name)
     return (int(found[2] or found[4]), found[1] or found[3]) if found else (1, name)
 
 
 _COUNT_FIRST = re.compile(
-    r"^\s*([1-9]\d{0,2})(?:\s*[x×*]\s*|\s+(?!g(?:i?b)?\b|cores?\b)(?=[a-z]))(\S.*)$", re.IGNORECASE
+    r"^\s*(?:([1-9]\d{0,2})\s*[x×*]\s*|([1-9]\d?)\s+(?!g(?:i?b)?\b|cores?\b)(?=[a-z]))(\S.*)$", re.IGNORECASE
 )
 _COUNT_LAST = re.compile(
     r"^\s*(\S.*?)\s+[x×*]\s*([1-9]\d{0,2})\s*$|^\s*(.*\d[a-z]?)[x×*]([1-9]\d{0,2})\s*$", re.IGNORECASE
@@ -220,8 +220,13 @@ def _advice(name: str, asked: _NameParts) -> str:
     if len(family) > 1:
         return f"did you mean one of {', '.join(family[:_MOST_SHOWN])}? "
     wanted = asked.series + asked.number
-    spelled = ((part, shown) for said, shown in names for part in (said.number, said.series + said.number))
-    return did_you_mean(wanted, near := {s: n for s, n in spelled if _letters(s) == _letters(wanted)}, near)
+    # Of one number, the first in the catalogue: the desktop's card, not the laptop's.
+    near: dict[str, str] = {}
+    for said, shown in names:
+        for part in (said.number, said.series + said.number):
+            if _letters(part) == _letters(wanted):
+                near.setdefault(part, shown)
+    return did_you_mean(wanted, near, near)
 
 
 def _letters(word: str) -> str:

@@ -132,12 +132,14 @@ def _from_word(word: str, model: Model, precision: str) -> list[_Named]:
 
 
 def _intra(machine: FleetMachine, word: str, count: int) -> tuple[links.LinkSheet, str]:
-    """The link between the devices of a node, and why it is this one: as given ("NVLink": the device's version), or
-    the maker's own.
+    """The link between the devices of a node, and why it is this one: as given ("NVLink", "xGMI": the device's
+    version), or the maker's own.
     """
     known = device_names.find_or_none(machine.device)
     own = links.find(known.fabric if known is not None and known.fabric else PCIE)
-    is_nvlink = re.sub(r"[\s_-]", "", word.lower()) in ("nvlink", "nvswitch")
+    family = re.sub(r"[\s_-]", "", word.lower())
+    is_nvlink = family in ("nvlink", "nvswitch") or (family == "nvlinkbridge" and own.joins > 0)
+    is_own = is_nvlink or (family in ("xgmi", "infinityfabric") and own.name.startswith("xGMI"))
     if is_nvlink and not own.name.startswith("NVLink"):
         what = machine.device or machine.name
         raise ConfigError(
@@ -147,7 +149,7 @@ def _intra(machine: FleetMachine, word: str, count: int) -> tuple[links.LinkShee
         return links.find(PCIE), f"{own.name} joins {own.joins} devices, not {count}, so "
     if not word and own.joins:  # a bridge is bought separately
         return links.find(PCIE), "no intra= given (NVLink, if there is a bridge), so "
-    if not word or is_nvlink:
+    if not word or is_own:
         return own, "" if word else "no intra= given, so "
     given = links.find(word)
     if _BYTES.search(word) and math.isclose(given.line_mbit, 2 * own.line_mbit, rel_tol=0.02):

@@ -88,6 +88,7 @@ _ROWS: tuple[tuple[str, str, float, float, float], ...] = (
     (NVIDIA, "NVLink bridge H200", 3_600_000, 0.8, 3e-6),
     (MI200, "xGMI MI250X", 400_000, 0.7, 3e-6),
     (AMD, "xGMI", 3_584_000, 0.7, 3e-6),
+    (AMD, "xGMI MI355X", 4_300_800, 0.7, 3e-6),
 )
 _JOINS = {"NVLink bridge H200": 4}
 """Devices that a bridge joins; the others join two."""

@@ -42,7 +42,7 @@ def plan_lines(plan: Plan, width: int, *, whole: bool = False) -> list[Line]:
             lines += paragraph(words, width, label=row.strategy, indent=_INDENT + 2)
     lines += _levers(plan, width)
     if plan.costs:
-        lines += [Line(), *_costs(plan), Line()]
+        lines += [*([] if plan.levers else [Line()]), *_costs(plan), Line()]
     for number, text in enumerate(plan.assumptions):
         lines += paragraph(clean(text), width, LABEL, label="" if number else "assumed", indent=_INDENT)
     return [line.trimmed() if whole else line.trimmed().cropped(most) for line in lines]
@@ -273,33 +273,34 @@ def scale_lines(scale: Scale, fleet: Fleet, width: int) -> list[Line]:
 def catalogue_lines() -> list[Line]:
     """The known names, with the source of each figure."""
     pages = {label: f"[{number}]" for number, label in enumerate(devices.pages(), 1)}
-    head = ("device", "bf16", "fp32", "memory", "GB/s", "utilisation", "watts", "of")
-    rows: list[tuple[str, ...]] = [
-        (*head, "peak from", "memory from", "watts from", "formula of the peak, and a note")
-    ]
+    rows: list[tuple[str, ...]] = [("device", "bf16", "fp32", "memory", "GB/s", "used", "watts", "sources")]
+    details = [("device", "watts of", "formula of the peak, and a note")]
     for sheet in devices.catalogue().values():
         bf16, fp32 = sheet.bf16_tflops, devices.tflops_text(sheet.fp32_tflops)
         figures = (f"{sheet.memory_gb:g} GB", f"{sheet.bandwidth_gb_per_s:,.0f}", f"× {sheet.utilisation:.2f}")
-        sources = (pages.get(page, page) for page in (sheet.peaks_from, sheet.memory_from, sheet.watts_from))
-        _, _, formula = (sheet.bf16_how or sheet.fp32_how).partition(": ")
+        read_at = (sheet.peaks_from, sheet.memory_from, sheet.watts_from)
+        sources = " ".join(pages.get(page, page) for page in read_at)
         peaks = (UNKNOWN if bf16 is None else devices.tflops_text(bf16), fp32)
-        last = "; ".join(filter(None, (formula, sheet.note)))
-        rows.append((sheet.name, *peaks, *figures, f"{sheet.watts:g}", sheet.watts_of, *sources, last))
+        rows.append((sheet.name, *peaks, *figures, f"{sheet.watts:g}", sources))
+        _, _, formula = (sheet.bf16_how or sheet.fp32_how).partition(": ")
+        details.append((sheet.name, sheet.watts_of, "; ".join(filter(None, (formula, sheet.note)))))
     wires = [("link", "Mbit/s", "payload", "latency", "rate from")]
     for link in LINKS.values():
         rate, part = f"{link.line_mbit:,.0f}", f"× {link.part:.2f}"
         wires.append((link.name, rate, part, seconds_text(link.latency_s), link.source))
     note = (
-        "Peaks are dense, in TFLOP/s. [1]: the page where the figure was read; most pages quote the maker. A peak "
-        "with a formula is derived: units × FLOP a cycle × GHz, in bf16 where there is bf16. Its page has the FLOP "
-        "a cycle or the clock; the others are on the device's other pages. Estimate: found on no page. "
-        "Utilisation, payload and latency are assumed. Nothing here was measured. The Apple Neural Engine is not "
-        "here, because PyTorch cannot train on it: a Mac trains on its GPU."
+        "Peaks are dense, in TFLOP/s. Sources: the pages where peak, memory and watts were read. Most of them quote"
+        " the maker. A peak with a formula is derived: units × FLOP a cycle × GHz, in bf16 where there is bf16. Its "
+        "page has the FLOP a cycle or the clock; the others are on the device's other pages. Estimate: found on no "
+        "page. The part of the peak that is used, payload and latency are assumed. Nothing here was measured. The "
+        "Apple Neural Engine is not here, because PyTorch cannot train on it: a Mac trains on its GPU."
     )
     return [
         *_grid(rows, right={1, 2, 3, 4, 5, 6}),
         Line(),
         *_grid(wires, right={1, 2, 3}),
+        Line(),
+        *_grid(details, right=set()),
         Line(),
         Line(f"models: {', '.join(NAMES)}; gpt:12 is the recipe gpt of depth 12; 350M is a number of parameters"),
         Line(note, LABEL),

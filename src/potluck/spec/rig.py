@@ -26,7 +26,8 @@ _TOML_EXAMPLE = "`potluck lab show home-pair --toml` shows one"
 
 # Values outside are mistakes, and their reciprocals could become infinite.
 SecondsPerSample = Annotated[float, Meta(ge=1e-6, le=1e6)]
-Mbit = Annotated[float, Meta(ge=1e-3, le=1e6)]
+LEAST_MBIT, MOST_MBIT = 1e-3, 1e6
+Mbit = Annotated[float, Meta(ge=LEAST_MBIT, le=MOST_MBIT)]
 StepNumber = Annotated[int, Meta(ge=1, le=10**6)]
 
 

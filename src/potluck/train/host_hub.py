@@ -14,7 +14,6 @@ from potluck.hub.terms import HostTerms
 from potluck.sinks import guarded
 from potluck.spec.messages import WelcomeMessage
 from potluck.train.context import RunContext
-from potluck.train.ending import Interrupted
 from potluck.train.parts import Parts
 from potluck.train.telemetry import versions
 from potluck.wire.frames import PROTOCOL
@@ -45,6 +44,7 @@ def open_hub(context: RunContext, parts: Parts) -> HostHub:
         coded_bytes=round(codec_bytes(up.name) * tensors.layout.count) if varies else None,
         local_data=parts.options.data == "local",
         codec=context.config.codec,
+        codec_down=context.down_codec,
         auto=codecs.names.downs_of(context.config.codec_down) if auto else None,
         guest_bound=context.config.guest_bound,
         check_replica_every=context.config.check_replica_every,
@@ -72,9 +72,9 @@ def open_hub(context: RunContext, parts: Parts) -> HostHub:
         try:
             config, stop = context.config, context.loop.stop_requested
             if not hub.wait_for_guests(config.wait_for, config.wait_s, stop):
-                raise Interrupted
+                raise context.interruption
         except BaseException as error:
-            hub.close("interrupted" if isinstance(error, Interrupted) else "failed")
+            hub.close("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
             raise
     return hub
 

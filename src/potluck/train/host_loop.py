@@ -407,12 +407,12 @@ class HostTrainer:
             again = self._hub.pack_common(self._p.loader.fetch_again(positions))
             own.restore()
             packed = replace(packed, same_again=again == packed)
-        second = None
+        second, coded = None, True
         with step.set_aside(), self._alike:
             if reading_draws:
                 self._alike.enter_context(self._p.loader.nobody_reads())
             if common.twice is not None:
-                second = yield from self._uncounted(step, cloned(batch), len(positions), common)
+                second, coded = yield from self._uncounted(step, cloned(batch), len(positions), common)
             began = time.monotonic()
             self._alike.callback(RandomState(self._device).restore)
             seed(self._device, common.seed)
@@ -423,7 +423,7 @@ class HostTrainer:
                 items=step.items(),
                 random=random,
                 second=second,
-                uncoded=common.twice is not None and second is None,
+                uncoded=not coded,
                 reseeded=common.twice or frozenset(),
             )
         self._hub.check_computed(positions, reference, packed)
@@ -431,11 +431,12 @@ class HostTrainer:
 
     def _uncounted(
         self, step: Step, batch: Any, samples: int, common: CommonBatch
-    ) -> Generator[Any, None, Sketch | None]:
+    ) -> Generator[Any, None, tuple[Sketch | None, bool]]:
         """Compute the common batch at the weights that guests hold, with other random numbers for the generators
-        that differed.
+        that differed. It leaves no trace.
 
-        It leaves no trace. None: these weights are not known yet.
+        The second result tells whether these weights are known yet. If not, it is computed at the host's own, where
+        random numbers alone can make a difference.
         """
         assert not isinstance(self._hub, AloneHub)
         self._finish()
@@ -443,14 +444,14 @@ class HostTrainer:
         seed(self._device, common.seed, otherwise=common.twice or frozenset())
         made = None
         with self._hub.replica_in_place() as held:
-            if held:
+            if held or common.twice:
                 yield from self._hand_out(step, to_device(batch, self._device), samples)
                 made = self._sketch(step, samples)
         for parameter in self._trained:
             parameter.grad = None
         step.reset_loss()
         beginning.undo()
-        return made
+        return made, held
 
     def _sketch(self, step: Step, samples: int) -> Sketch:
         """Report a common batch: everything summed so far is its gradient and its loss."""

@@ -61,7 +61,7 @@ class WrongCode(Exception):
 def parse_code(text: str) -> str | None:
     """The code in the typed text, in the host's spelling; None if it is not a code but, for example, a token.
 
-    Raises: TokenError: it looks like a code, but cannot be one.
+    Raises TokenError if it looks like a code, but cannot be one.
     """
     match = _SHAPE.fullmatch(text.strip().lower())
     if match is None:
@@ -268,8 +268,8 @@ class CodeServer:
 def redeem(address: str, port: int, code: str) -> str:
     """The token of the run that listens there.
 
-    Raises: WrongCode: the host does not know this code, or it is not the host. TokenError: the host no longer
-    accepts codes. NetworkError: it cannot be reached, or uses another protocol.
+    Raises WrongCode if the host does not know this code, or is not the host; TokenError if it no longer accepts
+    codes; NetworkError if it cannot be reached, or uses another protocol.
     """
     deadline = time.monotonic() + GUEST_S
     try:
