@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from potluck import checked
-from potluck.bounds import Natural, Text
+from potluck.bounds import Length, Natural, Text
 from potluck.device import Mark
 from potluck.errors import ConfigError, LoopError, RankGoneError
 from potluck.train import gradient_sum
@@ -58,7 +58,7 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True):
 
     model: Text
     """Digest of the model's structure."""
-    samples: Natural | None
+    samples: Length | None
     free_bytes: Natural | None
 
 
