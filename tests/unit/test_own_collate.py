@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections import UserDict, deque
-from collections.abc import Iterator
+from collections import UserDict, deque, namedtuple
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 import potluck
 from potluck.balance.leases import next_made
@@ -259,6 +262,184 @@ def test_resuming_goes_on_at_the_next_sample() -> None:
     assert sorted(expected) == [*range(SAMPLES)]
 
 
+# -- samples of other kinds ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Graph:
+    """Samples as those of graph libraries: objects with tensors."""
+
+    x: Tensor
+    y: Tensor
+    z: Tensor
+
+
+class Image(Tensor):
+    """As torchvision's: a tensor with attributes."""
+
+    side: int
+
+
+class Angle(np.ndarray):  # type: ignore[type-arg]
+    def degrees(self) -> Any:
+        return np.degrees(self)
+
+
+# It makes its second value itself.
+class Pair(namedtuple("_Pair", "first second")):
+    __slots__ = ()
+
+    def __new__(cls, first: Any) -> Pair:
+        return super().__new__(cls, first, first + 1)
+
+    def __reduce__(self) -> Any:
+        return Pair, (self[0],)
+
+
+def image(index: int) -> Image:
+    made = torch.full((2, 2), float(index)).as_subclass(Image)
+    made.side = index
+    return made
+
+
+class Made:
+    """Samples that a function makes of their indices."""
+
+    def __init__(self, make: Callable[[int], Any], count: int = SAMPLES) -> None:
+        self._make, self._count = make, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        return self._make(index)
+
+
+def seconds(samples: list[Pair]) -> Tensor:
+    return torch.tensor([sample.second for sample in samples])
+
+
+def filled(samples: list[np.ma.MaskedArray[Any, Any]]) -> Tensor:
+    return torch.tensor([sample.filled(-1).tolist() for sample in samples])
+
+
+def degrees(samples: list[Angle]) -> Tensor:
+    return torch.tensor([sample.degrees().tolist() for sample in samples])
+
+
+def sides(samples: list[Image]) -> Tensor:
+    return torch.stack([sample.as_subclass(Tensor) * sample.side for sample in samples])
+
+
+@pytest.mark.parametrize(
+    ("make", "collate"),
+    [
+        (Pair, seconds),
+        (lambda index: np.ma.masked_array([index, 2], mask=[True, False]), filled),
+        (lambda index: np.full(2, index / 4).view(Angle), degrees),
+        (image, sides),
+    ],
+    ids=["named tuple", "masked array", "array with a method", "tensor with attributes"],
+)
+@pytest.mark.parametrize("size", [0, 4], ids=["here", "in a worker"])
+def test_a_sample_of_its_own_kind_stays_of_that_kind(make: Any, collate: Any, size: int) -> None:
+    with closing(opened(collate=collate, dataset=Made(make))) as loader:
+        loader.cut(size)
+        first = next_of(loader)
+        for rows in ([0, 1], [2, 3, 4, 5], [1, 2]):
+            expected = collate([make(first + row) for row in rows])
+            assert torch.equal(loader.fetch([first + row for row in rows]), expected)
+
+
+def test_objects_with_many_tensors_need_no_file_descriptor_each() -> None:
+    """A plain loop sends only the batch. Without descriptors a step is lost, and waited for without end."""
+    resource = pytest.importorskip("resource", reason="Windows has no such limit")
+    count = 300
+    graphs = Made(lambda index: Graph(torch.full((3,), index), torch.zeros(2, 4), torch.ones(5)), count)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 60, before[1]))
+    try:
+        data = DataLoader(graphs, count, collate_fn=list, num_workers=1, timeout=20)  # type: ignore[arg-type]
+        with closing(TorchLoader(data, epochs=1)) as loader:
+            first = next_of(loader)
+            assert [int(graph.x[0]) for graph in loader.fetch(range(first, count))] == [*range(count)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def grown(index: int) -> Tensor:
+    return torch.full((1,), float(index), requires_grad=True) * 1
+
+
+UNSENDABLE = {
+    "lambda": (
+        lambda index: lambda: torch.full((1,), float(index)),
+        lambda samples: torch.stack([each() for each in samples]),
+    ),
+    "generator": (
+        lambda index: (torch.full((1,), float(index)) for _ in range(1)),
+        lambda samples: torch.stack([next(each) for each in samples]),
+    ),
+    "with a gradient": (grown, lambda samples: torch.stack([each.detach() for each in samples])),
+}
+
+
+@pytest.mark.parametrize("kind", UNSENDABLE)
+@pytest.mark.parametrize("size", [0, 2])
+def test_samples_that_cannot_be_sent_are_collated_as_in_a_plain_loop(kind: str, size: int) -> None:
+    """Whatever size was found: samples of which no other part can be made say nothing of it."""
+    make, collate = UNSENDABLE[kind]
+    with closing(opened(collate=collate, dataset=Made(make), timeout=20)) as loader:
+        loader.cut(size, anyhow=False)
+        first = next_of(loader)
+        assert loader.made_at(first) == BATCH
+        assert loader.fetch(range(first, first + BATCH)).flatten().tolist() == [*range(first, first + BATCH)]
+
+
+@pytest.mark.parametrize("kind", UNSENDABLE)
+def test_with_guests_the_sample_that_cannot_be_sent_is_named(kind: str) -> None:
+    make, collate = UNSENDABLE[kind]
+    data = Made(lambda index: make(index) if index == 3 else torch.zeros(1))
+    with closing(opened(collate=collate, dataset=data, timeout=20)) as loader:
+        with pytest.raises(DataError, match="a worker process cannot send sample 3: ") as raised:
+            next_of(loader)
+        assert "pickle" in raised.value.hint
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error() -> None:
+    """A plain loop waits for it without end."""
+    with closing(opened(collate=lambda samples: (each for each in samples), timeout=20)) as loader:
+        loader.cut(4, anyhow=False)
+        with pytest.raises(DataError, match="a worker process cannot send a batch: TypeError"):
+            next_of(loader)
+
+
+def test_default_collate_of_tensors_of_another_class_is_sliced() -> None:
+    """As of plain tensors: torchvision's are of their own class. Sent one by one a step took ten times as long."""
+    with closing(opened(collate=None, dataset=Made(image))) as loader:
+        first = next_of(loader)
+        held = loader._held
+        assert held is not None
+        assert held.is_made([1, 2, 3])
+        expected = default_collate([image(index) for index in range(first, first + BATCH)])
+        batch = loader.fetch([first + 1, first + 2, first + 3])
+        assert torch.equal(batch.as_subclass(Tensor), expected[1:4].as_subclass(Tensor))
+
+
+def test_default_collate_of_what_has_no_slices_runs_in_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def together(samples: list[Graph], *, collate_fn_map: Any = None) -> tuple[Tensor, bool]:
+        return torch.stack([sample.x for sample in samples]), get_worker_info() is not None
+
+    monkeypatch.setitem(default_collate_fn_map, Graph, together)
+    graphs = Made(lambda index: Graph(torch.full((3,), index), torch.zeros(1), torch.ones(1)))
+    with closing(opened(collate=None, dataset=graphs)) as loader:
+        loader.cut(4, anyhow=False)
+        first = next_of(loader)
+        stacked, in_worker = loader.fetch(range(first, first + loader.made_at(first)))
+        assert in_worker
+        assert stacked[:, 0].tolist() == [first, first + 1]
+
+
 # -- in a training -------------------------------------------------------------------------------------------
 
 
@@ -306,6 +487,46 @@ def test_a_training_alone_collates_in_the_workers_and_equals_a_plain_loop(micro_
     assert len(here) < len(by) / 2
     assert by[-1].isdisjoint({os.getpid()})
     assert not micro_batch or not here
+
+
+def test_a_training_alone_takes_samples_that_cannot_be_sent() -> None:
+    """From the first step on, which the workers read before the loop asks for it."""
+    make, collate = UNSENDABLE["generator"]
+    batches = [[*range(at, at + BATCH)] for at in range(0, SAMPLES, BATCH)]
+    data = DataLoader(Made(make), batch_sampler=batches, collate_fn=collate, num_workers=1, timeout=20)  # type: ignore[arg-type]
+    model = nn.Linear(1, 1)
+    seen = []
+    for step in potluck.start().steps(model, torch.optim.SGD(model.parameters(), lr=0.01), data, epochs=2):
+        for batch in step:
+            step.backward(model(batch).mean())
+            seen.append(batch.flatten().tolist())
+    assert seen == batches * 2
+
+
+def drawing(samples: list[dict[str, Any]]) -> Tensor:
+    return torch.tensor([sample["index"] for sample in samples]) + torch.rand(len(samples))
+
+
+@pytest.mark.parametrize("own_sampler", [False, True])
+def test_a_function_that_draws_draws_as_in_a_plain_loop(own_sampler: bool) -> None:
+    """From the first step on, which the workers read before the loop begins where only it says how large it is."""
+
+    def loader() -> DataLoader[Any]:
+        batches = [[*range(at, at + BATCH)] for at in range(0, SAMPLES, BATCH)]
+        cut: dict[str, Any] = {"batch_sampler": batches} if own_sampler else {"batch_size": BATCH}
+        order = torch.Generator().manual_seed(5)
+        return DataLoader(Words(), collate_fn=drawing, num_workers=2, generator=order, **cut)  # type: ignore[arg-type]
+
+    plain = loader()
+    expected = [batch for _ in range(2) for batch in plain]
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    got = []
+    for step in potluck.start().steps(model, optimizer, loader(), epochs=2, micro_batch=BATCH):
+        for batch in step:
+            got.append(batch.clone())
+            step.backward(model(batch[:, None]).mean())
+    assert torch.equal(torch.stack(got), torch.stack(expected))
 
 
 def test_a_made_micro_batch_is_taken_unless_it_leaves_a_crumb() -> None:

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import random
+import sys
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from potluck import checked
 from potluck.device import pick_for_rank
 from potluck.errors import ConfigError, LoopError
 from potluck.train import gradient_sum, host_ranks
 from potluck.train.given import check_model
-from potluck.train.host_ranks import RankPlace, Ranks, place, shares
+from potluck.train.host_ranks import RankPlace, RankReady, Ranks, place, shares
 from potluck.train.rank_loop import seed
 
 
 def variables(rank: int, world: int, local_world: int | None = None) -> dict[str, str]:
     given = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     return given if local_world is None else given | {"LOCAL_WORLD_SIZE": str(local_world)}
+
+
+def test_a_rank_can_say_that_its_data_set_is_endless() -> None:
+    ready = RankReady(model="m", samples=sys.maxsize, free_bytes=None)
+    assert checked.decode(msgspec.json.encode(ready), RankReady) == ready
 
 
 def test_torchrun_says_who_is_who() -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from multiprocessing import resource_sharer
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ from potluck.train import packing
 from potluck.train.optimizer_state import capture_rng, restore_rng
 from potluck.train.packing import HeldStep, packed_samples, unpacked_samples
 from potluck.train.torch_loader import TorchLoader, open_steps, reader_of
+from potluck.train.workers import worker_errors
 
 SAMPLES = 23
 
@@ -821,6 +823,24 @@ def test_a_worker_that_dies_is_told_where_its_samples_are_needed(how: str, monke
         loader.ready()
     loader.close()
     assert not worker_processes()
+
+
+def test_a_worker_that_dies_while_its_samples_are_received_is_named() -> None:
+    """torch raises what the connection to it does, if that comes before it sees the end of the process."""
+    read, write = os.pipe()
+    try:
+        sent = resource_sharer.DupFd(write)
+        resource_sharer.stop()
+        with (
+            pytest.raises(DataError, match="a worker process of the loader died before its samples"),
+            worker_errors(),
+        ):
+            sent.detach()  # type: ignore[attr-defined]
+    finally:
+        os.close(read)
+        os.close(write)
+    with pytest.raises(FileNotFoundError), worker_errors():
+        raise FileNotFoundError("of a stream")
 
 
 def full(*_: Any, **__: Any) -> Any:

@@ -3,9 +3,7 @@
 Owns how a worker packs a step and how this process takes parts of it. Where torch's default_collate makes the
 batches, the worker collates the whole step and a part is a slice of it, without a copy. Any other collate function
 needs the samples of its batch: the worker collates the micro-batches that the host is expected to compute. Where
-guests may be lent any other part, it sends the samples too. All their tensors are in one piece of shared memory. A
-tensor in shared memory of its own costs a file descriptor and some 700 µs of this process, so small ones (labels,
-lengths) are sent as bytes in the message.
+guests may be lent any other part, it sends the samples too.
 """
 
 from __future__ import annotations
@@ -24,31 +22,18 @@ from torch.utils.data import default_collate, get_worker_info
 
 from potluck.balance.leases import next_size
 from potluck.errors import DataError
+from potluck.train.worker_memory import SMALL_BYTES, pack, plain, unpack
 
 Collate = Callable[[list[Any]], Any]
 
-COLLATED, PARTS, SAMPLES, FAILED, UNREAD = "collated", "parts", "samples", "failed", "unread"
+COLLATED, PARTS, SAMPLES, HERE = "collated", "parts", "samples", "here"
 """What a packed step holds."""
+FAILED, UNREAD, UNSENT = "failed", "unread", "unsent"
+"""Why it holds nothing."""
 
-ALIGN_BYTES = 16
-SMALL_BYTES = 1 << 14
-"""A collated tensor of at most this many bytes is sent in the message instead of in shared memory."""
-LARGE_BYTES = 1 << 20
-"""A tensor of a batch that is already in shared memory is not copied if it has more bytes than this."""
 NO_SHARED_MEMORY = "unable to allocate shared memory"
 """What torch says where /dev/shm is full, in whatever a worker does with a tensor."""
 _ROWS, _TEXTS = "rows", "texts"
-
-
-@dataclass(frozen=True, slots=True)
-class _SharedPlace:
-    """A tensor or an array in the step's shared memory."""
-
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    numpy: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +46,8 @@ class _Small:
 
 
 @dataclass(frozen=True, slots=True)
-class _Forms:
-    """Samples or batches, a `_SharedPlace` for each tensor and array. In a list, pinning makes lists of tuples."""
+class _Here:
+    """Samples that stay in this process. In a list, pinning would make lists of tuples."""
 
     samples: list[Any]
 
@@ -80,12 +65,14 @@ class PackStep:
     """Runs in a worker as its DataLoader's collate function: the samples of a step, packed.
 
     `pinned`: the loader copies tensors into pinned memory, and only tensors; so none is sent in another form.
-    `can_send`: whether the user's own collate function can be sent to the workers; a lambda may not be.
+    `can_send`: whether the collate function can be sent to the workers; a lambda may not be.
     """
 
     def __init__(self, collate: Collate, *, pinned: bool = False, can_send: bool = False) -> None:
         self._collates, self._pinned = collate is default_collate, pinned
-        self._own = collate if can_send and not self._collates else None
+        self._own = collate if can_send else None
+        self._sends: bool | None = None
+        """In a worker: whether samples can be pickled; None: not known yet."""
         self._said: Tensor | None = None
         if self._own is not None:
             self._said = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64).share_memory_()
@@ -93,7 +80,7 @@ class PackStep:
     @property
     def cuts(self) -> bool:
         """Whether workers collate micro-batches."""
-        return self._own is not None
+        return self._own is not None and not self._collates
 
     def cut(self, size: int, *, least: int, share: float, anyhow: bool) -> None:
         """What workers do from now on with steps that they have not read: see `StepLoader.cut`."""
@@ -116,18 +103,27 @@ class PackStep:
                 at = culprit(samples, default_collate)
                 return [FAILED, len(samples), at, in_words(error), traceback.format_exc()]
         if get_worker_info() is None:  # they stay in this process
-            return [SAMPLES, len(samples), _Forms(samples), torch.empty(0, dtype=torch.uint8)]
+            return [HERE, len(samples), _Here(samples)]
         if self._said is None or isinstance(samples[0], Unread):
             return packed_samples(samples)
         size, least, share, anyhow = self._said.tolist()
         sizes = _sizes(round(share * len(samples)), int(size), int(least))
-        return self._cut(samples, sizes, anyhow=bool(anyhow)) if sizes else packed_samples(samples)
+        if self._sends is None:
+            self._sends = _packs(samples[0])
+        rest: Sequence[Any] = ()
+        if anyhow or (self._sends and not sizes):
+            # Before the user's function changes them.
+            kind, _, *rest = packed = packed_samples(samples, apart=True)
+            if kind != SAMPLES and anyhow:
+                return packed
+            self._sends = kind == SAMPLES
+        if not anyhow and not self._sends:
+            sizes = (len(samples),)  # as in a plain loop
+        return self._cut(samples, sizes, rest if anyhow else ()) if sizes else [SAMPLES, len(samples), *rest]
 
-    def _cut(self, samples: list[Any], sizes: Sequence[int], *, anyhow: bool) -> list[Any]:
-        """Collated micro-batches from the step's first sample on; `anyhow`: and the samples of the whole step."""
+    def _cut(self, samples: list[Any], sizes: Sequence[int], rest: Sequence[Any]) -> list[Any]:
+        """Collated micro-batches from the step's first sample on, and the samples of the whole step, if any."""
         assert self._own is not None
-        # Before the user's function changes them.
-        rest = _packed(samples, apart=True) if anyhow else ()
         batches, first = [], 0
         for size in sizes:
             part = samples[first : first + size]
@@ -140,7 +136,11 @@ class PackStep:
                 at = tuple(first + place for place in culprit(part, self._own))
                 return [FAILED, len(samples), at, told, trace]
             first += size
-        return [PARTS, len(samples), sizes, *_packed(batches, batches=True, whole=self._pinned), *rest]
+        try:
+            made = pack(batches, batches=True, whole=self._pinned)
+        except Exception as error:
+            return _unsent(error, len(samples), ())
+        return [PARTS, len(samples), sizes, *made, *rest]
 
 
 def _sizes(samples: int, size: int, least: int) -> tuple[int, ...]:
@@ -152,18 +152,54 @@ def _sizes(samples: int, size: int, least: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def packed_samples(samples: list[Any]) -> list[Any]:
-    """The samples of a step or of a part of it, one by one."""
+def packed_samples(samples: list[Any], *, apart: bool = False) -> list[Any]:
+    """The samples of a step or of a part of it. `apart`: they may be changed afterwards."""
     if samples and isinstance(unread := samples[0], Unread):
         return [UNREAD, 0, unread.what, unread.hint, unread.trace]
-    return [SAMPLES, len(samples), *_packed(samples)]
+    try:
+        return [SAMPLES, len(samples), *pack([samples], apart=apart)]
+    except Exception as error:
+        at = next(((at,) for at, sample in enumerate(samples) if not _packs(sample)), ())
+        return _unsent(error, len(samples), at)
 
 
-def unpacked_samples(packed: Sequence[Any]) -> list[Any]:
-    if packed[0] == UNREAD:
-        what, hint, trace = packed[2:]
-        raise DataError(what, hint=hint) from RuntimeError(f"in a worker process:\n{trace}")
-    return _unpacked(*packed[2:])
+def _packs(sample: Any) -> bool:
+    try:
+        pack([sample])
+    except Exception:
+        return False
+    return True
+
+
+def _unsent(error: Exception, samples: int, at: tuple[int, ...]) -> list[Any]:
+    """The message where something cannot be pickled. torch would lose the step, and wait for it without end."""
+    if NO_SHARED_MEMORY in str(error):
+        raise error
+    return [UNSENT, samples, at, in_words(error), traceback.format_exc()]
+
+
+def unpacked_samples(packed: Sequence[Any], keys: Sequence[Any] | None = None) -> list[Any]:
+    check_packed(packed, keys)
+    samples: list[Any] = packed[2].samples if packed[0] == HERE else unpack(*packed[2:])
+    return samples
+
+
+def check_packed(packed: Sequence[Any], keys: Sequence[Any] | None) -> None:
+    """Raises the error of a step that holds nothing. It names the sample."""
+    kind, _, *why = packed
+    if kind == UNREAD:
+        error = DataError(why[0], hint=why[1])
+    elif kind == FAILED:
+        error = cannot_collate(why[0], keys, why[1])
+    elif kind == UNSENT:
+        error = DataError(
+            f"a worker process cannot send {_named(why[0], keys)}: {why[1]}",
+            hint="pickle must be able to take it: give tensors, arrays, numbers, texts, or containers of them; or "
+            "set num_workers=0",
+        )
+    else:
+        return
+    raise error from RuntimeError(f"in a worker process:\n{why[2]}")
 
 
 class HeldStep:
@@ -173,33 +209,31 @@ class HeldStep:
         self, packed: Sequence[Any], collate: Collate, keys: Sequence[Any] | None, *, again: bool = True
     ) -> None:
         """`again`: a sample may be collated several times, as where a lease on it is taken back."""
+        check_packed(packed, keys)
         kind, self.count, *rest = packed
         self._again = again
         self._collate, self._keys = collate, keys
         self._form: Any = None
-        self._made: dict[int, tuple[int, Any]] = {}
-        """Collated micro-batches by their first samples: how many samples, and the batch's form."""
-        self._batches: Any = None
-        self._content: Any
-        if kind == FAILED:
-            at, told, trace = rest
-            raise cannot_collate(at, keys, told) from RuntimeError(f"in a worker process:\n{trace}")
+        self._made: dict[int, tuple[int, int]] = {}
+        """Collated micro-batches by their first samples: how many samples, and the number among `_batches`."""
+        self._batches: Sequence[Any] = ()
+        self._packed: Sequence[Any] = ()
+        """The samples, if there are also micro-batches: only a part that is none of these needs them."""
+        self._content: Any = None
         if kind == COLLATED:
             self._form, self._content = rest[0], _mapped(rest[1], _whole, named=False)
         elif kind == PARTS:
-            sizes, forms, self._batches, *samples = rest
+            sizes, *rest = rest
+            self._batches, self._packed = rest[:2], rest[2:]
             firsts = itertools.accumulate(sizes, initial=0)
-            self._made = dict(zip(firsts, zip(sizes, forms.samples)))
-            self._content = _unpacked(*samples) if samples else None
+            self._made = dict(zip(firsts, zip(sizes, itertools.count())))
         else:
             self._content = unpacked_samples(packed)
 
     @classmethod
     def of(cls, samples: list[Any], collate: Collate) -> HeldStep:
         """Make one from samples in this process."""
-        held = cls([SAMPLES, len(samples), _Forms([]), torch.empty(0, dtype=torch.uint8)], collate, None)
-        held._content = samples
-        return held
+        return cls([HERE, len(samples), _Here(samples)], collate, None)
 
     def made_at(self, row: int) -> int:
         """How many samples the worker has collated together from this one on; 0: none."""
@@ -216,8 +250,11 @@ class HeldStep:
             wanted = slice(first, first + count) if _in_a_row(rows) else list(rows)
             return _sliced(self._form, self._content, wanted)
         if self.is_made(rows):
-            return _unpacked(_Forms([self._made[rows[0]][1]]), self._batches, batches=True)[0]
+            sent, content = self._batches
+            return unpack(sent, content, self._made[rows[0]][1], copies=True)
         keys = None if self._keys is None else [self._keys[row] for row in rows]
+        if self._content is None:
+            self._content = unpack(*self._packed)
         # The collate function may change what it is given.
         own = _copied if self._again else _same
         return collated([self._content[row] for row in rows], self._collate, keys, own)
@@ -261,12 +298,15 @@ def culprit(samples: list[Any], collate: Collate) -> tuple[int, ...]:
 
 
 def cannot_collate(at: Sequence[int], keys: Sequence[Any] | None, told: str) -> DataError:
-    names = [f"number {place} of its batch" if keys is None else f"{keys[place]!r}" for place in at]
-    which = {0: "a batch", 1: "sample {}", 2: "samples {} and {} together"}[len(names)].format(*names)
     return DataError(
-        f"the collate function fails on {which}: {told}",
+        f"the collate function fails on {_named(at, keys)}: {told}",
         hint="correct the sample or leave it out of the data set; or give a collate function that takes it",
     )
+
+
+def _named(at: Sequence[int], keys: Sequence[Any] | None) -> str:
+    names = [f"number {place} of its batch" if keys is None else f"{keys[place]!r}" for place in at]
+    return {0: "a batch", 1: "sample {}", 2: "samples {} and {} together"}[len(names)].format(*names)
 
 
 def _collates(samples: list[Any], collate: Collate) -> bool:
@@ -283,7 +323,7 @@ def _collates(samples: list[Any], collate: Collate) -> bool:
 def _form(sample: Any) -> Any:
     """Where default_collate stacks this sample's values and where it lists its texts; None: cannot be sliced."""
     if isinstance(sample, Tensor):
-        return _ROWS if type(sample) is Tensor and sample.layout is torch.strided and not sample.is_nested else None
+        return _ROWS if sample.layout is torch.strided and not sample.is_nested else None
     if isinstance(sample, str | bytes):
         return _TEXTS
     if isinstance(sample, np.ndarray | np.generic | bool | int | float):
@@ -297,7 +337,7 @@ def _form(sample: Any) -> Any:
 
 def _small(leaf: Any) -> Any:
     """What a worker sends for a leaf of the batch. `_whole` is the inverse."""
-    if get_worker_info() is None or (value := _plain(leaf)) is None or not 0 < value.nbytes <= SMALL_BYTES:
+    if get_worker_info() is None or (value := plain(leaf)) is None or not 0 < value.nbytes <= SMALL_BYTES:
         return leaf
     return _Small(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), value.dtype, tuple(value.shape))
 
@@ -330,76 +370,7 @@ def _sliced(form: Any, batch: Any, rows: slice | list[int]) -> Any:
     return type(batch)(*values) if isinstance(batch, tuple) and hasattr(batch, "_fields") else values
 
 
-# -- a step of single samples, or of micro-batches -------------------------------------------------------
-
-
-def _packed(
-    samples: list[Any], *, apart: bool = False, batches: bool = False, whole: bool = False
-) -> tuple[_Forms, Tensor]:
-    """The samples, and the bytes of all their tensors and arrays.
-
-    `apart`: the samples may be changed afterwards. `batches`: they are batches, whose containers are all entered,
-    and whose tensors keep their memory format. `whole`: of these, too, none travels in shared memory of its own.
-    """
-    values: list[Tensor] = []
-    filled = 0
-
-    def place(leaf: Any) -> Any:
-        nonlocal filled
-        value = _plain(leaf)
-        if value is None or (batches and _travels_alone(leaf, whole)):
-            return _copied(leaf) if apart else leaf
-        values.append(value)
-        at, filled = filled, filled + -(-value.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-        return _SharedPlace(at, value.nbytes, value.dtype, tuple(value.shape), isinstance(leaf, np.ndarray))
-
-    forms = _Forms([_mapped(sample, place, mappings=batches) for sample in samples])
-    content = _shared(filled)
-    at = 0
-    for value in values:
-        content[at : at + value.nbytes] = value.contiguous().reshape(-1).view(torch.uint8)
-        at += -(-value.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-    return forms, content
-
-
-def _travels_alone(leaf: Any, whole: bool) -> bool:
-    """Whether a tensor of a batch is better left to torch: default_collate, for one, makes it in shared memory."""
-    if not isinstance(leaf, Tensor):
-        return False
-    return not leaf.is_contiguous() or (not whole and leaf.nbytes > LARGE_BYTES and leaf.is_shared())
-
-
-def _unpacked(forms: _Forms, content: Tensor, *, batches: bool = False) -> list[Any]:
-    """The samples again. Small tensors are copies, so that keeping the labels does not keep the images."""
-
-    def value(leaf: Any) -> Any:
-        if not isinstance(leaf, _SharedPlace):
-            return leaf
-        tensor = content[leaf.offset : leaf.offset + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
-        tensor = tensor.clone() if batches and leaf.nbytes <= SMALL_BYTES else tensor
-        return tensor.numpy() if leaf.numpy else tensor
-
-    return [_mapped(form, value, mappings=batches) for form in forms.samples]
-
-
-def _plain(leaf: Any) -> Tensor | None:
-    """The leaf as a tensor whose bytes can be copied; None for anything else, which is sent unchanged."""
-    if isinstance(leaf, np.ndarray):
-        try:
-            return torch.from_numpy(np.ascontiguousarray(leaf).reshape(leaf.shape))
-        except (TypeError, ValueError):  # ValueError: of another byte order
-            return None
-    if type(leaf) is not Tensor or leaf.device.type != "cpu" or leaf.layout is not torch.strided:
-        return None
-    return None if leaf.requires_grad or leaf.is_nested or leaf.is_conj() or leaf.is_neg() else leaf
-
-
-def _shared(nbytes: int) -> Tensor:
-    """Bytes that other processes can read without a copy, if this is a worker process."""
-    if get_worker_info() is None or not nbytes:
-        return torch.empty(nbytes, dtype=torch.uint8)
-    storage = torch.UntypedStorage._new_shared(nbytes)
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+# -- containers -------------------------------------------------------------------------------------------
 
 
 def _same(leaf: Any) -> Any:
@@ -410,7 +381,9 @@ def _copied(leaf: Any) -> Any:
     """A copy of its own bytes only: a deep copy of a tensor would copy all memory that it shares with other
     samples."""
     if isinstance(leaf, Tensor):
-        return leaf.clone()
+        same = leaf.clone()
+        same.__dict__.update(leaf.__dict__)
+        return same
     try:
         return copy.deepcopy(leaf)
     except Exception:  # what cannot be copied is given as it is
@@ -421,22 +394,17 @@ _VALUES = frozenset((int, float, bool, str, bytes, type(None)))
 """They never change. A text as a list of its tokens has thousands in a step: one by one, a copy takes 5 ms."""
 
 
-def _mapped(tree: Any, function: Callable[[Any], Any], *, named: bool = True, mappings: bool = False) -> Any:
+def _mapped(tree: Any, function: Callable[[Any], Any], *, named: bool = True) -> Any:
     """The same containers with other leaves. Only plain containers are entered; a special class may have a reason.
 
-    `named`: named tuples too, though one may check its fields when it is made. `mappings`: and other kinds of
-    dicts, as in a batch that is brought to a device.
+    `named`: named tuples too. Their own `__new__`, which may take other arguments, is not called.
     """
     if type(tree) is dict:
-        return {key: _mapped(value, function, named=named, mappings=mappings) for key, value in tree.items()}
+        return {key: _mapped(value, function, named=named) for key, value in tree.items()}
     if type(tree) in (list, tuple):
         if _VALUES.issuperset(map(type, tree)):
             return type(tree)(tree)
-        return type(tree)(_mapped(value, function, named=named, mappings=mappings) for value in tree)
-    if named and isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_mapped(value, function, mappings=mappings) for value in tree))
-    if mappings and isinstance(tree, MutableMapping):
-        same = copy.copy(tree)
-        same.update({key: _mapped(value, function, mappings=True) for key, value in tree.items()})
-        return same
+        return type(tree)(_mapped(value, function, named=named) for value in tree)
+    if named and isinstance(tree, tuple) and hasattr(tree, "_make"):
+        return type(tree)._make(_mapped(value, function) for value in tree)
     return function(tree)

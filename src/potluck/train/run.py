@@ -245,6 +245,10 @@ class Run:
         context = self._context
         context.device.attach(model)
         loader = self._open_loader(options, given)
+        statistics = batch_statistics(model)
+        # Now: to resume, or to know the first step's size, workers begin to read before the loop does.
+        fixed = context.config.micro_batch or options.micro_batch or 0
+        loader.cut(fixed if statistics is None else 0, anyhow=context.role == HOST)
         objects = {**options.saved_objects(), **loader.objects()}
         if isinstance(loader, PushedLoader):
             restored, first = None, loader.first_step
@@ -253,7 +257,6 @@ class Run:
             first = restored.step if restored is not None else 0
         ledger = Ledger(loader, step=first)
         options = dataclasses.replace(options, global_batch=self._usual_batch(loader, ledger))
-        statistics = batch_statistics(model)
         least = least_samples(statistics, options.usual_batch)
         micro = self._micro_batch(options, limit=options.usual_batch, statistics=statistics is not None)
         if context.ranks is not None:

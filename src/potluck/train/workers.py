@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -108,6 +109,12 @@ def worker_errors() -> Iterator[None]:
             ) from error
         raise
     except Exception as error:
+        if isinstance(error, OSError | EOFError) and _is_of_sending(error):
+            raise DataError(
+                "a worker process of the loader died before its samples were received",
+                hint="it may have run out of memory, or crashed in the data set's code; try num_workers=0 to see "
+                "its error, or a smaller prefetch_factor",
+            ) from error
         # Which error it is depends on the version of Python: of pickle, an AttributeError or a TypeError.
         told = in_words(error)
         if "pickl" in told.lower() or "local object" in told:
@@ -117,6 +124,12 @@ def worker_errors() -> Iterator[None]:
                 "worker_init_fn), a named function at module level; or set num_workers=0",
             ) from error
         raise
+
+
+def _is_of_sending(error: BaseException) -> bool:
+    """Whether a file descriptor could not be received from another process. A stream may raise the same kinds."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__") == "multiprocessing.resource_sharer" for frame in frames)
 
 
 class Recorded:
