@@ -289,11 +289,12 @@ def catalogue_lines() -> list[Line]:
         rate, part = f"{link.line_mbit:,.0f}", f"× {link.part:.2f}"
         wires.append((link.name, rate, part, seconds_text(link.latency_s), link.source))
     note = (
-        "Peaks are dense, in TFLOP/s. Sources: the pages where peak, memory and watts were read. Most of them quote"
-        " the maker. A peak with a formula is derived: units × FLOP a cycle × GHz, in bf16 where there is bf16. Its "
-        "page has the FLOP a cycle or the clock; the others are on the device's other pages. Estimate: found on no "
-        "page. The part of the peak that is used, payload and latency are assumed. Nothing here was measured. The "
-        "Apple Neural Engine is not here, because PyTorch cannot train on it: a Mac trains on its GPU."
+        "Peaks are dense, in TFLOP/s. Sources: the pages where peak, memory and watts were read. Most of them "
+        "quote the maker. A peak with a formula is derived: units × FLOP a cycle × GHz, in bf16 where there is "
+        "bf16. Its page has the FLOP a cycle or the clock; the others are on the device's other pages. Estimate: "
+        "found on no page. The part of the peak that is used, payload and latency are assumed. Nothing here was "
+        "measured. The Apple Neural Engine is not here, because PyTorch cannot train on it: a Mac trains on its "
+        "GPU."
     )
     return [
         *_grid(rows, right={1, 2, 3, 4, 5, 6}),
