@@ -167,7 +167,7 @@ def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
         for strategy in ("auto", in_parts())
     )
     assert_same(ours, plain)
-    assert ours.global_step == plain.global_step == 20
+    assert ours.global_step == plain.global_step == 50
 
 
 def test_worker_processes_and_the_other_name_of_lightning(plain: Any, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -374,6 +375,18 @@ def test_other_launchers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
     with pytest.raises(ConfigError, match="torchrun or accelerate launch") as refused:
         Trainer(model=Line(), args=hf_job.arguments(tmp_path))
+    assert "potluck host" in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MULTI_CPU"])
+def test_what_accelerate_was_set_up_for_is_refused(kind: str) -> None:
+    """By `accelerate config` or its variables, which no argument of the Trainer shows."""
+    from accelerate.utils import DistributedType
+
+    from potluck.integrations.transformers import refuse_accelerator
+
+    with pytest.raises(ConfigError, match=f"Accelerate was set up for {kind}") as refused:
+        refuse_accelerator(SimpleNamespace(distributed_type=DistributedType(kind)))
     assert "potluck host" in (refused.value.hint or "")
 
 

@@ -71,7 +71,7 @@ def settings(out: Path, **changed: Any) -> dict[str, Any]:
         "output_dir": str(out),
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
-        "max_steps": 20,
+        "max_steps": 50,
         "learning_rate": 0.02,
         "warmup_steps": 4,
         "optim": "adamw_torch",

@@ -36,8 +36,10 @@ def written(name: str, folder: Path) -> list[str]:
 
 def of_wandb(folder: Path) -> tuple[Series, dict[str, Any]]:
     """From the transaction logs of the offline runs: records of protobuf in LevelDB's log format."""
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
+    wandb.teardown()  # the end of a run does not wait until its service process has written the file
     series: Series = {}
     params: dict[str, Any] = {}
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):

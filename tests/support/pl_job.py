@@ -64,7 +64,7 @@ def trainer(out: Path, **changed: Any) -> pl.Trainer:
     given: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
-        "max_steps": 20,
+        "max_steps": 50,
         "gradient_clip_val": 0.5,
         "default_root_dir": out,
         "logger": False,

@@ -331,6 +331,23 @@ def test_frozen_unused_and_tied_parameters_in_groups(here: Bits, plain: Bits) ->
     assert [group["lr"] for group in names["optimizer"].param_groups] == [0.001, 0.01]
 
 
+@pytest.mark.parametrize("at_once", [BATCH, 4])
+def test_a_loss_that_compares_samples_sees_one_micro_batch(here: Bits, plain: Bits, at_once: int) -> None:
+    """With the batch size as `micro_batch=` it is the plain loop's."""
+
+    def contrastive(model: nn.Module, x: Tensor) -> Tensor:
+        return F.cross_entropy(model(x) @ model(x + 0.1).T, torch.arange(len(x)))
+
+    for step in here.run(None).steps(here.model, here.optimizer, here.loader, epochs=EPOCHS, micro_batch=at_once):
+        for x, _ in step:
+            step.backward(contrastive(here.model, x))
+    for _, x, _ in plain.batches():
+        plain.optimizer.zero_grad()
+        torch.stack([contrastive(plain.model, part) for part in x.split(at_once)]).mean().backward()
+        plain.optimizer.step()
+    assert_same(here.model, plain.model)
+
+
 @pytest.mark.parametrize("at_once", [16, 8, 2])
 def test_running_statistics_are_those_of_a_loop_with_the_same_micro_batches(
     here: Bits, plain: Bits, at_once: int

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import random
 import sys
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from potluck import checked
 from potluck.device import pick_for_rank
@@ -82,11 +87,24 @@ def test_wrapped_models_are_refused() -> None:
     with pytest.raises(LoopError, match="DistributedDataParallel") as raised:
         check_model(wrapped)
     assert "plain model" in raised.value.hint
-    sharded = nn.Linear(2, 2)
-    sharded.weight.device_mesh = "two"  # type: ignore[assignment]
-    with pytest.raises(LoopError, match="FSDP"):
-        check_model(sharded)
     check_model(nn.Linear(2, 2))
+
+
+@pytest.mark.filterwarnings("ignore")  # FSDP1 is deprecated
+def test_sharded_models_are_refused(tmp_path: Path) -> None:
+    """Also FSDP1's, whose parameters are plain tensors: rank 0's part would be copied to all ranks."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        flat = fsdp.FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"), use_orig_params=True)
+        split = parallelize_module(
+            nn.Sequential(nn.Linear(2, 2)), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()}
+        )
+        for sharded in (nn.Sequential(flat), fsdp.fully_shard(nn.Linear(2, 2)), split):
+            with pytest.raises(LoopError, match=r"sharded over the ranks \(FSDP or tensor") as raised:
+                check_model(sharded)
+            assert "plain model" in raised.value.hint
+    finally:
+        dist.destroy_process_group()
 
 
 class Heard(Ranks):

@@ -110,3 +110,6 @@ def test_keywords_of_python_are_complete() -> None:
 
     assert first_cells(section("python.md", "`potluck.start`")) == keywords(start)
     assert first_cells(section("configuration.md", "Keywords of run.steps")) == keywords(Run.steps)
+    for function in (start, Run.steps):
+        explained = re.findall(r"^ {4,12}(\w+): ", function.__doc__ or "", re.M)
+        assert keywords(function) <= set(explained), "an editor shows each keyword with what it means"

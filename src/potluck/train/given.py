@@ -42,11 +42,21 @@ def check_model(model: Any) -> None:
             "the model is wrapped in DistributedDataParallel, which would sum the gradients a second time",
             hint="give run.steps() the plain model: Potluck sums over the ranks, once a step",
         )
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+    if _is_sharded(model):
         raise LoopError(
-            "the model is sharded over the ranks (FSDP), but every rank of a host holds a whole one",
+            "the model is sharded over the ranks (FSDP or tensor parallelism), but every rank of a host holds a "
+            "whole one",
             hint="give run.steps() the plain model; one that does not fit into a GPU cannot be trained here",
         )
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether it has DTensors (FSDP2, tensor parallelism), or a part of it is wrapped by FSDP1, whose parameters
+    are plain tensors."""
+    classes = (base for each in model.modules() for base in type(each).__mro__)
+    return any(base.__module__.startswith("torch.distributed.fsdp") for base in classes) or any(
+        hasattr(parameter, "device_mesh") for parameter in model.parameters()
+    )
 
 
 def check_optimizer(optimizer: Any, trained: Iterable[nn.Parameter]) -> None:
