@@ -283,6 +283,36 @@ def test_a_size_that_was_found_too_large_shrinks_again() -> None:
     assert micro.settled == 16
 
 
+def run_alone(seconds: Seconds, *, limit: int, free: int | None = 10_000) -> MicroBatch:
+    """The sizes of steps of `limit` samples, until the first review is over."""
+    micro = MicroBatch(limit=limit, free_bytes=free, reviews=True, whole=True)
+    for _ in range(60):
+        left = limit
+        while left:
+            size = min(micro.size(), left)
+            micro.record(size, seconds(size), size)
+            left -= size
+    return micro
+
+
+def test_the_whole_step_is_kept_unless_the_found_size_is_faster() -> None:
+    assert run_alone(cpu, limit=64).settled == 64  # not slower than any smaller size
+    assert run_alone(lambda size: size * (0.01 if size <= 4 else 0.02), limit=64).settled == 4
+    assert run_alone(cpu, limit=50).settled == 50
+
+
+def test_the_whole_step_is_not_tried_where_it_may_not_fit() -> None:
+    assert run_alone(cpu, limit=64, free=100).settled in (2, 4, 8)
+
+
+@given(slow=st.lists(st.floats(1.0, 3.0), min_size=8, max_size=8))
+def test_a_search_that_was_disturbed_does_not_make_the_loop_slower_than_a_plain_one(slow: list[float]) -> None:
+    """A micro-batch of any size costs something by itself, so one that is far too small is slow."""
+    noise = iter(slow)  # while it searches
+    micro = run_alone(lambda size: (0.02 + 0.001 * size) * next(noise, 1.0), limit=64)
+    assert micro.settled == 64
+
+
 def test_reviews_are_cheap() -> None:
     """Where every other size is twice as slow, all of them together cost a hundredth."""
 

@@ -1,7 +1,8 @@
 """How many samples this machine computes at once: given, or found by doubling while it is faster and fits.
 
 On a busy machine the search can end too early. So half and twice the size are compared with it again occasionally,
-at a bounded cost.
+at a bounded cost. Where there are no guests, the found size is first compared with the whole step, as a plain loop
+computes it, and replaces that only if it is faster.
 
 For a model with batch statistics it is as many as fit, because a second micro-batch makes it learn worse, whatever
 the speed.
@@ -70,6 +71,12 @@ class Review:
     _cost_s: float = 0.0
     """Seconds that reviews took more than the same samples at the current size."""
     _missed: int = 0
+    _first: bool = False
+    """Whether this review compares with the whole step, which is kept unless it is slower."""
+
+    def begin_with(self, whole: int) -> None:
+        """Compare with the whole step now."""
+        self._first, self._other, self._trials = True, whole, {self.now: [], whole: []}
 
     def size(self) -> int:
         """The size to compute next: in a review, the one that was measured less often."""
@@ -107,7 +114,7 @@ class Review:
         if near is None or len(self._trials[near]) >= MISSES:  # a share that the other size never fits into
             self._missed += 1
             if self._missed >= MISSES + self.lag:
-                self._other = None
+                self._other, self._first = None, False
             return
         self._trials[near].append(seconds / size)
         if min(map(len, self._trials.values())) < REVIEW_TRIALS:
@@ -115,7 +122,9 @@ class Review:
         other, self._other = self._other, None
         there, here = self._trials[other], self._trials[self.now]
         self._cost_s += max(0.0, (fmean(there) - fmean(here)) * len(there) * other)
-        if min(there) <= FASTER * min(here):
+        taken = FASTER * min(there) < min(here) if self._first else min(there) <= FASTER * min(here)
+        self._first = False
+        if taken:
             self._larger = other > self.now  # further in this direction
             self.now, self._every = other, FIRST_REVIEW
         else:
@@ -137,6 +146,8 @@ class MicroBatch:
     """The model normalises over the batch: no single sample, and as many at once as fit."""
     reviews: bool = False
     """Whether the found size is reviewed later."""
+    whole: bool = False
+    """Whether the found size is compared with the whole step first. Only with `reviews`."""
     lag: int = 0
     """Micro-batches that are already cut when another size is asked for."""
     _now: int = 2
@@ -198,6 +209,8 @@ class MicroBatch:
             return
         if self._review is None:
             self._review = Review(self.settled)
+            if self.whole and self.settled < self.limit and self._bytes_per_sample and self._fits(self.limit):
+                self._review.begin_with(self.limit)
         self._review.lag = self.lag
         most = self.limit if self._fits(self.limit) else self._fitting()
         self._review.record(size, seconds, most)

@@ -408,6 +408,7 @@ class Run:
             statistics=statistics,
             # Elsewhere too large a size, tried after hours, could end the run: there is no memory to spare.
             reviews=self._context.device.torch_device.type == "cpu",
+            whole=self._context.role == ALONE,
         )
 
 
