@@ -112,8 +112,12 @@ import os, shutil, subprocess, sys, time
 from pathlib import Path
 from potluck.train.folder import RunFolder, new_folder
 with RunFolder(Path(sys.argv[1])).held():
-    if sys.argv[2] == "fork" and os.fork() == 0:
-        time.sleep(30)
+    if sys.argv[2] == "fork":
+        reading, writing = os.pipe()
+        if os.fork() == 0:
+            os.write(writing, b"x")  # it has given its copy of the lock back
+            time.sleep(30)
+        os.read(reading, 1)
     if sys.argv[2] == "copy":
         shutil.copytree(sys.argv[1], sys.argv[1] + "-copy")
     if sys.argv[2] == "start":
