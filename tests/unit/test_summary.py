@@ -49,6 +49,9 @@ def test_the_last_codec_of_each_guest_and_why() -> None:
     assert summary.codecs == {"laptop": "thin, because of 3"}
     assert "codec       laptop: thin, because of 3" in summary_text(summary)
     assert "codec" not in summary_text(summarize(sample.whole_run()))
+    narrow = summary_text(summary, 40).split("\n\n")[0].splitlines()
+    assert all(len(line) <= 40 for line in narrow if " " in line[12:])
+    assert " ".join(" ".join(narrow).split()) == " ".join(summary_text(summary).split("\n\n")[0].split())
 
 
 def test_efficiency_and_recovery_follow_their_definitions() -> None:

@@ -19,7 +19,7 @@ from potluck.report.planned import planned_step_s
 from potluck.report.rows import run_row
 from potluck.report.summary import losses, read_events, summarize
 from potluck.report.summary_text import summary_text
-from potluck.report.text import fitted, writes_utf8
+from potluck.report.text import columns_of, fitted, writes_utf8
 from potluck.train.folder import find_run, open_folder
 
 HERE = Path("ID.html")
@@ -77,7 +77,7 @@ def report(
     elif as_json:
         click.echo(checked.to_json(summary, indent=2))
     elif html is None:
-        click.echo(fitted(summary_text(summary), sys.stdout))
+        click.echo(fitted(summary_text(summary, columns_of(sys.stdout)), sys.stdout))
         width = min(shutil.get_terminal_size((80, 24)).columns, 100)
         curve = loss_curve_text(steps, values, width - 1, 16, ascii_only=not writes_utf8(sys.stdout))
         if curve:

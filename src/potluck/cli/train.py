@@ -105,14 +105,14 @@ def show_end(
     from potluck.report.curve import loss_curve_text
     from potluck.report.summary import read_events, summarize
     from potluck.report.summary_text import summary_text
-    from potluck.report.text import fitted, writes_utf8
+    from potluck.report.text import columns_of, fitted, writes_utf8
 
     width = min(shutil.get_terminal_size((80, 24)).columns, 100)
     click.echo("")
     curve = loss_curve_text(steps, values, width - 1, 14, ascii_only=not writes_utf8(sys.stdout))
     if curve:
         click.echo(curve + "\n")
-    click.echo(fitted(summary_text(summarize(read_events(folder))), sys.stdout))
+    click.echo(fitted(summary_text(summarize(read_events(folder)), columns_of(sys.stdout)), sys.stdout))
     if validation is not None:
         click.echo(f"\non held-out data: {validation:.4f}")
     click.echo(fitted(f"\n{words}\n", sys.stdout))  # a young model writes what no alphabet has

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from potluck.report.data_wait import data_text
@@ -23,9 +24,12 @@ MOST_CODECS = 4
 """The most guests whose codec is shown."""
 
 
-def summary_text(summary: Summary) -> str:
-    """About ten lines and a table of the machines."""
+def summary_text(summary: Summary, width: int | None = None) -> str:
+    """About ten lines, wrapped at this width, and a table of the machines."""
     lines = [f"{label:<12}{text}" for label, text in summary_facts(summary)]
+    if width is not None:
+        wrap = textwrap.TextWrapper(width, subsequent_indent=" " * 12, break_on_hyphens=False)
+        lines = [part for line in lines for part in wrap.wrap(line)]
     table = _table(summary.machines)
     return "\n".join([*lines, "", *table] if table else lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TextIO
 
 from potluck.units import printable
@@ -19,6 +20,11 @@ def writes_utf8(stream: object) -> bool:
     """Whether this stream can show block and braille characters."""
     encoding = getattr(stream, "encoding", None) or ""
     return encoding.lower().replace("-", "").replace("_", "") in {"utf8", "utf8sig"}
+
+
+def columns_of(stream: TextIO) -> int | None:
+    """Columns of the terminal, at least 40; None if the stream is none."""
+    return max(shutil.get_terminal_size((80, 24)).columns, 40) if stream.isatty() else None
 
 
 def fitted(text: str, stream: object) -> str:
