@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import UserDict, deque
 from collections.abc import Iterator
 from contextlib import closing
@@ -21,6 +22,7 @@ from potluck.errors import DataError
 from potluck.train.microbatch import MISSES, REVIEW_S, MicroBatch
 from potluck.train.packing import SMALL_BYTES
 from potluck.train.torch_loader import TorchLoader
+from potluck.train.workers import WorkerLoader
 
 SAMPLES, BATCH = 40, 10
 
@@ -334,3 +336,53 @@ def test_a_size_is_reviewed_though_the_other_one_comes_late() -> None:
 
     assert reviewed(MISSES) == 2
     assert reviewed(40) == 4
+
+
+# -- what workers cannot send --------------------------------------------------------------------------------
+
+
+class Unsendable:
+    """Samples that a worker process can read and collate, but not send."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return index, (number for number in range(3))
+
+
+def firsts(samples: list[Any]) -> Tensor:
+    return torch.tensor([index for index, _ in samples])
+
+
+def with_lock(samples: list[Any]) -> Any:
+    return threading.Lock()
+
+
+def with_gradient(samples: list[Any]) -> Tensor:
+    return torch.ones(len(samples), requires_grad=True) * 2
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate", "size", "told"),
+    [
+        (Unsendable(), firsts, 0, "generator"),
+        (Given([(index, threading.Lock()) for index in range(SAMPLES)]), firsts, 0, "lock"),
+        (Words(), with_lock, 5, "lock"),
+        (Words(), with_gradient, 5, "requires_grad"),
+    ],
+    ids=["sample", "stream", "batch", "gradient"],
+)
+def test_what_a_worker_cannot_send_is_an_error_not_a_wait(dataset: Any, collate: Any, size: int, told: str) -> None:
+    """Python drops it: a plain loop waits forever for such a batch."""
+    with closing(opened(collate=collate, dataset=dataset, timeout=30)) as loader:
+        loader.cut(size, anyhow=False)
+        with pytest.raises(DataError, match=rf"cannot send what it has read: .*{told}") as failure:
+            next_of(loader)
+    assert "num_workers=0" in failure.value.hint
+
+
+def test_by_their_indices_too() -> None:
+    loader = WorkerLoader(DataLoader(Unsendable(), batch_size=BATCH, collate_fn=firsts, num_workers=1, timeout=30))
+    with closing(loader), pytest.raises(DataError, match="cannot send"):
+        loader.fetch([1, 2])
