@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from potluck.checked import toml_table
+from potluck.errors import ConfigError
+
 SCRIPT = """
 import sys, threading
 import msgspec
@@ -45,3 +48,14 @@ def test_threads_that_use_a_class_for_the_first_time_at_once(use: str) -> None:
     words = [sys.executable, "-c", SCRIPT, use]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"a = {'[' * 5000}{']' * 5000}", f"{'.'.join(['a'] * 3000)} = 1", f"a = {'9' * 5000}"],
+    ids=["lists", "tables", "digits"],
+)
+def test_a_toml_file_beyond_what_python_reads_is_the_users_error(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^run\.toml is ") as failure:
+        toml_table(text, "run.toml", example="seed = 1")
+    assert failure.value.hint == "seed = 1"

@@ -7,10 +7,10 @@ python = "/home/you/.venv/bin/python"    # optional
 
 from __future__ import annotations
 
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from potluck.checked import read_text, toml_table
 from potluck.doctor.facts.system import System
 from potluck.errors import ConfigError
 from potluck.spec.facts import SshHost
@@ -22,10 +22,7 @@ MOST_HOSTS = 64
 
 def read_cluster(path: Path) -> list[tuple[str, str]]:
     """(host, interpreter) of every machine in the file that has `ssh`."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"the cluster file {path} cannot be read: {error}", hint=EXAMPLE) from None
+    content = toml_table(read_text(path, missing=EXAMPLE, example=EXAMPLE), str(path), example=EXAMPLE)
     machines = content.get("machine", [])
     if not isinstance(machines, list) or not all(isinstance(m, dict) for m in machines):
         raise ConfigError(f"{path}: machine is not a list of tables", hint=EXAMPLE)
