@@ -358,3 +358,11 @@ def test_the_end_of_a_run_is_shown_on_a_terminal_of_any_encoding(
     text = written.getvalue().decode("latin-1")
     assert "?le x" in text
     assert "läufe -> alle" in text
+
+
+def test_a_path_that_the_system_refuses_is_the_users_error(capfd: pytest.CaptureFixture[str]) -> None:
+    assert _app.run(["report", "x" * 5000]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("error: cannot use xxx")
+    assert "File name too long\nhint: " in said
+    assert len(said) < 400
