@@ -366,3 +366,20 @@ def test_a_path_that_the_system_refuses_is_the_users_error(capfd: pytest.Capture
     assert said.startswith("error: cannot use xxx")
     assert "File name too long\nhint: " in said
     assert len(said) < 400
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["doctor", "--listen", "--for", "nan"],
+        ["probe", "--seconds", "nan"],
+        ["plan", "home-pair", "--bytes", "nan"],
+        ["bench", "collectives", "--tolerance", "nan"],
+        ["bench", "ddp", "--lab", "nan"],
+    ],
+    ids=lambda words: words[-2],
+)
+def test_nan_is_no_number(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """With --tolerance nan every wrong result would pass."""
+    assert _app.run(words) == 2
+    assert f"Invalid value for '{words[-2]}': 'nan' is not a number" in capfd.readouterr().err

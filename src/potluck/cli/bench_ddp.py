@@ -11,7 +11,7 @@ import click
 
 from potluck import checked
 from potluck.cli._files import check_writable, write_json
-from potluck.cli._options import given
+from potluck.cli._options import Number, given
 from potluck.cli.bench import BackendFlags, device_option, joined, start_ranks
 from potluck.errors import ConfigError, UserError
 from potluck.fleet.ranks import is_rank
@@ -48,7 +48,7 @@ class DdpFlags(BackendFlags):
 @click.option(
     "--lab",
     "lab_mbit",
-    type=float,
+    type=Number(0.001, 1e6),
     metavar="MBIT",
     help="Also measure two emulated machines with this link (Linux only).",
 )

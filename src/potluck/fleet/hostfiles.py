@@ -157,7 +157,7 @@ def _of_mlx(text: str, path: Path) -> list[NamedMachine]:
         content: Any = json.loads(text)
         hosts = content["hosts"] if isinstance(content, dict) else content
         return [NamedMachine(ssh=host["ssh"]) for host in hosts]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         hint = 'mlx.launch writes it like this: [{"ssh": "host1", "ips": ["192.168.1.7"]}]'
         raise ConfigError(f"{path} is not a host file of mlx.launch: {error!r}", hint=hint) from None
 
