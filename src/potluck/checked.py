@@ -98,8 +98,10 @@ def toml_table(text: str, where: str, *, example: str) -> dict[str, Any]:
     """The parsed TOML text, with underscores for dashes in keys."""
     try:
         table: dict[str, Any] = _underscored(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # tomllib's own, or a number of thousands of digits
         raise ConfigError(f"{where} is not a TOML file: {error}", hint=example) from error
+    except RecursionError:
+        raise ConfigError(f"{where} is nested too deeply", hint=example) from None
     return table
 
 

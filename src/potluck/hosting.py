@@ -202,7 +202,7 @@ def _script(given: AnyPath | None, send: Sequence[AnyPath]) -> tuple[Script, Pat
         return script, Path(path).resolve().parent
     if cells.shell() is None:
         raise ConfigError(
-            "code typed at a Python prompt cannot be sent to guests",
+            "code typed at a Python prompt, or read from a pipe or an archive, cannot be sent to guests",
             hint='write it to a file and give script="train.py"; or use a notebook, or IPython',
         )
     return None
@@ -210,7 +210,8 @@ def _script(given: AnyPath | None, send: Sequence[AnyPath]) -> tuple[Script, Pat
 
 def _own_file() -> str | None:
     """The running script; None in a notebook and at a prompt."""
-    return None if cells.shell() is not None else getattr(sys.modules["__main__"], "__file__", None)
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return None if cells.shell() is not None or file is None or not os.path.isfile(file) else file
 
 
 def _described(script: Script, folder: Path, view: Mode, python: Script | None = None) -> Source:

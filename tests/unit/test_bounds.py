@@ -50,8 +50,6 @@ WITHOUT = {
     "SavedPlace.seed": "the user's, of any size",
     "Workload.seed": "the same",
     "WorkerSpec.seed": "the same",
-    "GptConfig.seed": "the same",
-    "CnnConfig.seed": "the same",
     "Source.config": "one of them may be the seed; the recipe's own Config bounds the others",
     "RecipeEntry.config": "the same",
     "Environment.runs": "a path: the system bounds a variable",

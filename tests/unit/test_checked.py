@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from potluck import checked
+from potluck.checked import toml_table
 from potluck.errors import ConfigError
 from potluck.spec.config import RunConfig
 
@@ -66,3 +67,14 @@ def test_a_huge_number_is_told_the_bound_that_it_breaks_and_no_other(setting: di
     with pytest.raises(ConfigError) as caught:
         checked.build(RunConfig, setting)
     assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"a = {'[' * 5000}{']' * 5000}", f"{'.'.join(['a'] * 3000)} = 1", f"a = {'9' * 5000}"],
+    ids=["lists", "tables", "digits"],
+)
+def test_a_toml_file_beyond_what_python_reads_is_the_users_error(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^run\.toml is ") as failure:
+        toml_table(text, "run.toml", example="seed = 1")
+    assert failure.value.hint == "seed = 1"

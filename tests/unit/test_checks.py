@@ -9,7 +9,7 @@ import pytest
 
 from potluck.codec.names import downs_of
 from potluck.hub.actions import CommonBatch
-from potluck.hub.checks import ATTEMPTS, HINT
+from potluck.hub.checks import ATTEMPTS, HINT, SENDABLE
 from potluck.hub.inputs import Packed, StepBegun
 from potluck.hub.members import COMPUTING, SYNCING
 from potluck.spec.messages import NoteMessage
@@ -294,6 +294,7 @@ def test_a_batch_that_cannot_be_sent_refuses_the_guest() -> None:
     world = entered("a")
     compute_unsendable(world)
     assert refusals(world, "a") == ["the samples cannot be sent: batch[0] is a PIL.Image"]
+    assert [s.message.hint for s in world.sent["a"] if s.message.kind == "refuse"] == [SENDABLE]
 
 
 def test_with_local_data_guests_then_read_the_samples_themselves_and_the_host_says_so() -> None:

@@ -275,7 +275,7 @@ def test_an_option_without_effect_is_refused(
 def test_a_link_of_the_lab_has_a_rate(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A rate below 0 was measured as a link without a limit."""
     assert _app.run(["bench", "ddp", "--merge", "--lab", rate, "rows.json"]) == 2
-    assert f"error: --lab {rate} is not a rate" in capsys.readouterr().err
+    assert "Invalid value for '--lab'" in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -388,3 +388,28 @@ def test_the_end_of_a_run_is_shown_on_a_terminal_of_any_encoding(
     text = written.getvalue().decode("latin-1")
     assert "?le x" in text
     assert "läufe -> alle" in text
+
+
+def test_a_path_that_the_system_refuses_is_the_users_error(capfd: pytest.CaptureFixture[str]) -> None:
+    assert _app.run(["report", "x" * 5000]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("error: cannot use xxx")
+    assert "File name too long\nhint: " in said
+    assert len(said) < 400
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["doctor", "--listen", "--for", "nan"],
+        ["probe", "--seconds", "nan"],
+        ["plan", "home-pair", "--bytes", "nan"],
+        ["bench", "collectives", "--tolerance", "nan"],
+        ["bench", "ddp", "--lab", "nan"],
+    ],
+    ids=lambda words: words[-2],
+)
+def test_nan_is_no_number(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """With --tolerance nan every wrong result would pass."""
+    assert _app.run(words) == 2
+    assert f"Invalid value for '{words[-2]}': 'nan' is not a number" in capfd.readouterr().err

@@ -27,6 +27,7 @@ from potluck.spec.fleet_file import NamedMachine
         (["up", "desk", "--only", "mac", "--", "x.py"], 2, "--only 'mac'"),
         (["up", "no-such.toml", "--", "x.py"], 2, "cannot read no-such.toml"),
         (["up", "desk", "--", "no_such.py"], 2, "cannot read no_such.py"),
+        (["up", "deep.json", "--", "x.py"], 2, "deep.json is not a host file"),
         (["up", "desk", "--with", ";rm", "--", "gpt"], 2, "--with"),
         (["up", "desk", "--send", "m.py", "--", "gpt"], 2, "--send works only with a script"),
         (["up", "desk", "--fleet", "ray", "--host", "node", "--", "x.py"], 2, "takes only Ray nodes as guests"),
@@ -37,9 +38,10 @@ def test_mistakes_are_said_before_anything_starts(
     words: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     assert _app.run(words) == status
     assert said in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("silent", [set(), {"desk"}])

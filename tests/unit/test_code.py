@@ -299,6 +299,12 @@ def test_closing_does_not_wait_for_a_silent_stranger(monkeypatch: pytest.MonkeyP
     assert not [thread for thread in threading.enumerate() if thread.name == "potluck-code"]
 
 
+def test_there_is_no_port_after_the_last_one() -> None:
+    with pytest.raises(NetworkError, match="port 65536") as failure:
+        CodeServer("127.0.0.1", 65536, lambda address, right: None)
+    assert "choose another" in failure.value.hint
+
+
 def test_a_port_that_is_taken_and_one_that_speaks_something_else() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

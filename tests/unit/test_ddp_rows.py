@@ -133,3 +133,8 @@ def test_a_row_survives_its_file() -> None:
     from potluck.checked import to_json
 
     assert from_json(to_json([row]), "x") == (row,)
+
+
+def test_json_beyond_what_python_reads_is_the_users_error() -> None:
+    with pytest.raises(UserError, match="x is not a JSON file"):
+        from_json("[" * 100_000, "x")

@@ -162,8 +162,8 @@ def test_threads_default_to_what_torch_has_and_never_to_more_than_the_cores() ->
     assert torch.get_num_threads() == limits.usable_cores()
 
 
-@pytest.mark.parametrize("threads", [0, -2])
-def test_no_threads_is_a_clear_error(threads: int) -> None:
+@pytest.mark.parametrize("threads", [0, -2, 10**11])
+def test_a_number_of_threads_that_no_machine_has_is_a_clear_error(threads: int) -> None:
     with pytest.raises(ConfigError, match="cannot compute"):
         pick("cpu", threads=threads)
 

@@ -307,8 +307,9 @@ def test_a_run_alone_can_have_a_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert '"status":"finished"' in html.unescape(run._repr_html_() or "")
 
 
-def test_a_python_prompt_has_no_script_for_guests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+@pytest.mark.parametrize("file", [None, "<stdin>", "app.pyz/__main__.py"])
+def test_a_python_prompt_has_no_script_for_guests(file: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", file, raising=False)
     with pytest.raises(ConfigError, match="typed at a Python prompt") as caught:
         potluck.start(host=True)
     assert "script=" in caught.value.hint

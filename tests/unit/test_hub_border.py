@@ -176,6 +176,7 @@ def test_a_guest_that_cannot_have_the_samples_is_refused() -> None:
     world.handle(inputs.SamplesNotPacked(guest="a", why="batch[0] is an image"))
     assert "a" not in world.members
     assert world.events[-1].reason == "the samples cannot be sent: batch[0] is an image"
+    assert "collate_fn" in world.sent["a"][-1].message.hint
     world.finish()
 
 

@@ -24,6 +24,7 @@ from potluck.errors import DataError
 from potluck.train.microbatch import MISSES, REVIEW_S, MicroBatch
 from potluck.train.packing import SMALL_BYTES
 from potluck.train.torch_loader import TorchLoader
+from potluck.train.workers import WorkerLoader
 
 SAMPLES, BATCH = 40, 10
 
@@ -555,3 +556,46 @@ def test_a_size_is_reviewed_though_the_other_one_comes_late() -> None:
 
     assert reviewed(MISSES) == 2
     assert reviewed(40) == 4
+
+
+# -- what workers cannot send --------------------------------------------------------------------------------
+
+
+class Unsendable:
+    """Samples that a worker process can read and collate, but not send."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return index, (number for number in range(3))
+
+
+def firsts(samples: list[Any]) -> Tensor:
+    return torch.tensor([index for index, _ in samples])
+
+
+class Stubborn(Tensor):
+    """Nobody can send it, and torch finds that only in the worker's thread that sends."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("it stays here")
+
+
+def sums(samples: list[Any]) -> Tensor:
+    return torch.stack([sample.as_subclass(Tensor) for sample in samples])
+
+
+def test_what_a_worker_finds_unsendable_too_late_is_an_error_not_a_wait() -> None:
+    """Python drops it: a plain loop waits forever for such a batch."""
+    samples = [torch.ones(2).as_subclass(Stubborn) for _ in range(SAMPLES)]
+    unsent = pytest.raises(DataError, match=r"cannot send what it has read: .*it stays here")
+    with closing(opened(collate=sums, dataset=Given(samples), timeout=30)) as loader, unsent as failure:
+        next_of(loader)
+    assert "num_workers=0" in failure.value.hint
+
+
+def test_by_their_indices_too() -> None:
+    loader = WorkerLoader(DataLoader(Unsendable(), batch_size=BATCH, collate_fn=firsts, num_workers=1, timeout=30))
+    with closing(loader), pytest.raises(DataError, match="cannot send"):
+        loader.fetch([1, 2])

@@ -356,7 +356,15 @@ def test_the_cluster_file(tmp_path: Path) -> None:
     assert (found[0].status, found[0].said) == (255, "you@mac: Permission denied (publickey).")
     fine = ssh_login.ssh_hosts(Recorded(said={"ssh": "Python 3.12.1\n"}), [("you@mac", "python3")])
     assert fine[0].python == "Python 3.12.1"
-    for text in ("", "x", "machine = 3", '[[machine]]\nssh = "-oProxyCommand=x"', "[[machine]]\nssh = 3", MISSPELT):
+    for text in (
+        "",
+        "x",
+        "machine = 3",
+        '[[machine]]\nssh = "-oProxyCommand=x"',
+        "[[machine]]\nssh = 3",
+        f"machine = {'9' * 5000}",
+        MISSPELT,
+    ):
         file.write_text(text)
         with pytest.raises(ConfigError):
             ssh_login.read_cluster(file)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -246,3 +248,23 @@ def test_windows_outside_the_text_are_no_windows(text: str) -> None:
     for index in (-1, len(data)):
         with pytest.raises(IndexError):
             data[index]
+
+
+def test_a_seed_beyond_what_torch_takes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="seed is 1000"):
+        build(GptConfig, {"seed": 10**30})
+
+
+def test_what_may_not_be_looked_at_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /proc/1/cwd, below which even a stat is refused."""
+    (tmp_path / "text").write_bytes(b"x" * 5000)
+    (tmp_path / "locked").write_bytes(b"x" * 5000)
+    stat = os.stat
+
+    def refusing(path: Any, *given: Any, **more: Any) -> os.stat_result:
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", path)
+        return stat(path, *given, **more)
+
+    monkeypatch.setattr(os, "stat", refusing)
+    assert len(corpus.open_corpus(str(tmp_path))) == 5000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,16 @@ def test_the_traceback_of_a_script_has_no_frames_of_potluck(
         run_file(script, ())
     files = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  File")]
     assert [Path(line.split('"')[1]).name for line in files] == [Path(__file__).name, "mine.py", "mine.py"]
+
+
+def test_what_a_spawned_process_sends_back_is_of_the_scripts_classes(tmp_path: Path) -> None:
+    """As a loader's workers on macOS and Windows. They call the script __mp_main__."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, pickle\n"
+        "class Sample: pass\n"
+        "assert pickle.loads(b'c__mp_main__\\nSample\\n.') is Sample\n"
+    )
+    before = sys.modules.get("__mp_main__")
+    run_file(script, [])
+    assert sys.modules.get("__mp_main__") is before

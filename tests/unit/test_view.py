@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
 import threading
+from typing import Any
 
 import msgspec
 import pytest
@@ -291,3 +293,10 @@ class TestRepeats:
 def test_a_stream_that_is_read_for_some_epochs_has_an_end(steps: int | None, epochs: int | None, said: str) -> None:
     line, *_ = shown(sample.run_start(steps=steps, epochs=epochs))
     assert f", {said}, " in line
+
+
+@pytest.mark.parametrize("mode", ["auto", "plain", "live", "json"])
+def test_with_stdout_closed_from_the_start_nothing_is_shown(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python then has None for it, as in a service or under pythonw."""
+    monkeypatch.setattr(sys, "stdout", None)
+    make_view(mode).event(sample.step(1))

@@ -19,12 +19,14 @@ import click
 
 from potluck import env, failpoints
 from potluck._version import __version__
-from potluck.errors import INTERRUPTED, PotluckError
+from potluck.errors import INTERRUPTED, PotluckError, UserError
 
 READER_GONE = 141
 """The status that a shell reports for a program ended by SIGPIPE (128 + 13)."""
 _CANNOT_WRITE = {errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC)}
 """The errors of an open stream, without a file's name, when its disk is full or gone."""
+_NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, *_CANNOT_WRITE}
+"""With a file's name: the path, its rights or its disk, not a fault of Potluck's."""
 _DEBUG_HELP = "Show the full traceback if an error occurs."
 
 
@@ -177,6 +179,12 @@ def run(args: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.errno in _CANNOT_WRITE and error.filename is None:
             _drop_output()
             _say(f"error: cannot write the output: {error.strerror}")
+        elif isinstance(error, OSError) and error.errno in _NOT_ALLOWED and error.filename is not None:
+            path = str(error.filename)
+            path = path if len(path) <= 200 else f"{path[:200]}…"
+            wrong = UserError(f"cannot use {path}: {error.strerror}", hint="check the path and your rights to it")
+            _explain(wrong, settings.debug)
+            return wrong.exit_status
         else:
             _confess(error, settings.debug)
         return 1

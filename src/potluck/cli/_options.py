@@ -25,6 +25,16 @@ HOST_FLAGS = ("bind", "port", "wait_for", "wait_s")
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
+class Number(click.FloatRange):
+    """click takes NaN for a number in any range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number != number:
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
+
+
 def duration(context: click.Context, option: click.Parameter, value: str | None) -> float | None:
     """A time in seconds from 90, 90s, 10m or 1.5h; an option's callback."""
     if value is None:
@@ -226,7 +236,7 @@ def listen_options(*, listen: str, port: str) -> Callable[[Command], Command]:
         click.option(
             "--for",
             "for_s",
-            type=click.FloatRange(1.0, 86_400.0),
+            type=Number(1.0, 86_400.0),
             default=900.0,
             show_default=True,
             metavar="SECONDS",

@@ -13,7 +13,7 @@ import click
 
 from potluck.cli._app import LazyGroup, Verb
 from potluck.cli._files import check_writable, write_json
-from potluck.cli._options import given
+from potluck.cli._options import Number, given
 from potluck.errors import INTERRUPTED, UserError
 from potluck.fleet.ranks import is_rank, rank_leased, run_ranks
 from potluck.probe.groups import check_backends, check_device, check_settings, groups_of, rank_device
@@ -112,7 +112,7 @@ def bench() -> None:
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads of each rank.")
 @click.option(
     "--tolerance",
-    type=click.FloatRange(0, 1),
+    type=Number(0, 1),
     default=0.0,
     help="Largest error allowed, relative to the largest element (default 0).",
 )

@@ -11,7 +11,7 @@ import click
 
 from potluck import checked
 from potluck.cli._files import check_writable, write_json
-from potluck.cli._options import given
+from potluck.cli._options import Number, given
 from potluck.cli.bench import BackendFlags, device_option, joined, start_ranks
 from potluck.errors import ConfigError, UserError
 from potluck.fleet.ranks import is_rank
@@ -49,7 +49,7 @@ class DdpFlags(BackendFlags):
 @click.option(
     "--lab",
     "lab_mbit",
-    type=float,
+    type=Number(LEAST_MBIT, MOST_MBIT),
     metavar="MBIT",
     help="Also measure two emulated machines with this link (Linux only).",
 )
@@ -135,8 +135,6 @@ def _check_flags(flags: DdpFlags) -> None:
         )
     if flags["batch"] is not None and flags["global_batch"] is not None:
         raise ConfigError("--batch and --global-batch exclude each other", hint="give one of them")
-    if (mbit := flags["lab_mbit"]) is not None and not LEAST_MBIT <= mbit <= MOST_MBIT:
-        raise ConfigError(f"--lab {mbit:g} is not a rate", hint=f"{LEAST_MBIT:g} to {MOST_MBIT:g} Mbit/s")
     if flags["lab_mbit"] is not None and flags["device"] != "cpu":
         raise ConfigError("--lab measures on the CPU", hint="leave --device out, or run without --lab")
     if flags["plot"] is not None:

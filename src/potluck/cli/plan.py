@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from potluck import checked
 from potluck.cli._files import write_json
+from potluck.cli._options import Number
 from potluck.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class PlanFlags(TypedDict):
 @click.option(
     "--bytes",
     "bytes_",
-    type=click.FloatRange(0.01, 16),
+    type=Number(0.01, 16),
     help="Bytes per parameter of an uncompressed gradient (default 4).",
 )
 @click.option("--codec", help="Compression: auto (default), none, fp16, bf16, int8, int4, thin or topk:RATIO.")

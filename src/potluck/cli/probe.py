@@ -49,7 +49,7 @@ class ProbeFlags(options.ListenFlags):
     port="With --listen: port to listen on (default: a free one).",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(1.0, 120.0), default=10.0, show_default=True, help="Total time to measure."
+    "--seconds", type=options.Number(1.0, 120.0), default=10.0, show_default=True, help="Total time to measure."
 )
 @click.option("--recipe", default="gpt", show_default=True, help="Recipe to train for the measurement: gpt or cnn.")
 @options.shared("depth", "sequence", "data", "set", "config", "device", "threads", "micro_batch", "name")

@@ -34,6 +34,8 @@ def _make_cpu(argument: str) -> Device:
 FACTORIES: dict[str, Factory] = {"cpu": _make_cpu, "cuda": cuda.make, "mps": mps.make, "paced": paced.make}
 
 
+MOST_THREADS = 4096
+
 _NEURAL_ENGINES = ("ane", "coreml", "neural-engine", "npu")
 
 
@@ -44,8 +46,8 @@ def pick(name: str | None = None, *, threads: int | None = None) -> Device:
     sample, on the CPU), "paced:0.6,9=0.3" (0.6, and 0.3 from step 9 on). `threads`: None for torch's present number
     (which the script or OMP_NUM_THREADS may have set), but at most one for each core that this process may use.
     """
-    if threads is not None and threads < 1:
-        raise ConfigError(f"{threads} threads cannot compute", hint="use --threads 1 or more")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise ConfigError(f"{threads} threads cannot compute", hint=f"use --threads from 1 to {MOST_THREADS}")
     # torch counts the cores of the machine, not of this process's share of it.
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()) if threads is None else threads)
     device = _pick_best() if name is None or name == "auto" else _make(name)

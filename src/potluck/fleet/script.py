@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from types import ModuleType
+from typing import Any
 
 from potluck.errors import UserError, WireError
 from potluck.spec.messages import Source
@@ -200,12 +202,27 @@ def run_received(script: Script) -> None:
         run_file(Path(folder) / script.names[0], script.arguments)
 
 
+class _ScriptInProcesses(ModuleType):
+    """`__mp_main__`: the script, as spawned processes call it.
+
+    multiprocessing takes for it what is __main__ when it is imported, the command `potluck`. So the classes of a
+    script, in what a loader's workers send, were not found.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.modules["__main__"], name)
+
+
 def run_file(path: Path, arguments: Sequence[str]) -> None:
     """Run a script in this process, as `python script arguments` would."""
-    before = sys.argv, list(sys.path)
+    before = sys.argv, list(sys.path), sys.modules.get("__mp_main__")
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.resolve().parent))
+    sys.modules["__mp_main__"] = _ScriptInProcesses("__mp_main__")
     try:
         runpy.run_path(str(path), run_name="__main__")
     finally:
         sys.argv, sys.path[:] = before[0], before[1]
+        del sys.modules["__mp_main__"]
+        if before[2] is not None:
+            sys.modules["__mp_main__"] = before[2]

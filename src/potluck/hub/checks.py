@@ -38,6 +38,10 @@ MID_STEP_S = 3.0
 ATTEMPTS = 3
 """Comparisons with the host's spread before a refusal: if a gradient is mostly noise, one comparison says
 little."""
+SENDABLE = (
+    "on the host, let collate_fn return tensors, arrays, numbers and text, in lists, tuples and dicts; or give "
+    'run.steps(data="local"), with which guests read their own copy'
+)
 HINT = (
     "this device may compute wrongly (update torch, or try --device cpu), or its random numbers differ from the "
     "host's: draw them from random, numpy.random or torch, not from your own generators"
@@ -140,7 +144,8 @@ class Checks:
                 continue
             if batch.why_not and not by_index:
                 # It cannot help with such batches; the training itself is fine.
-                actions += self.put_out(member, f"the samples cannot be sent: {batch.why_not}", refused=True)
+                reason = f"the samples cannot be sent: {batch.why_not}"
+                actions += self.put_out(member, reason, refused=True, hint=SENDABLE)
                 continue
             member.state, member.check = CHECKING, check.id
             sizes, epoch = (len(positions),), self.ledger.epoch

@@ -31,7 +31,7 @@ from potluck.hub.actions import (
     Wake,
 )
 from potluck.hub.ahead import MOST_BYTES, SendingAhead
-from potluck.hub.checks import MID_STEP_S, Checks
+from potluck.hub.checks import MID_STEP_S, SENDABLE, Checks
 from potluck.hub.codec_choice import CodecChoice
 from potluck.hub.feed import Feed, lacking
 from potluck.hub.feeding import Feeding
@@ -550,7 +550,7 @@ class HostProtocol:
         member = self.members.get(event.guest)
         if member is None:
             return []
-        return self._put_out(member, f"the samples cannot be sent: {event.why}", refused=True)
+        return self._put_out(member, f"the samples cannot be sent: {event.why}", refused=True, hint=SENDABLE)
 
     # -- checks ---------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ Mode = Literal["auto", "live", "plain", "json", "quiet"]
 def make_view(mode: Mode = "auto", stream: TextIO | None = None) -> View:
     """The view for this mode; "auto" is live in a notebook and on a terminal that can show it, plain elsewhere."""
     stream = sys.stdout if stream is None else stream
-    if mode == "quiet":
+    if mode == "quiet" or stream is None:  # None: Python was started with a closed stdout
         return QuietView()
     if mode == "json":
         return JsonView(stream)

@@ -88,7 +88,7 @@ def from_json(text: str, where: str) -> tuple[DdpRow, ...]:
     """The rows of a file. `where` names it in errors."""
     try:
         value: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not a JSON file: {error}", hint=AGAIN) from None
     if not isinstance(value, list) or not value:
         raise UserError(f"{where} has no rows: it must be a list of at least one", hint=AGAIN)

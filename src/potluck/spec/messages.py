@@ -320,7 +320,7 @@ class RefuseMessage(Message, frozen=True, kw_only=True):
     reason: Words = "?"
     """Why."""
     hint: Words = ""
-    """What to do; set after a parity check, and by a listener that is not a host."""
+    """What to do; set after a parity check, if samples cannot be sent, and by a listener that is not a host."""
     joined: bool = False
     """Whether it had taken part."""
 

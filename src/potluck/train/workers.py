@@ -6,11 +6,13 @@ Owns how one loader is copied from another, and how worker processes read sample
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import signal
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.queues import Queue
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -21,6 +23,7 @@ from potluck.errors import DataError, PotluckError
 from potluck.train.data import Loader, NamesSamples
 from potluck.train.packing import (
     NO_SHARED_MEMORY,
+    UNREAD,
     Collate,
     collated,
     in_words,
@@ -30,6 +33,12 @@ from potluck.train.packing import (
 
 SETTINGS = ("pin_memory", "worker_init_fn", "generator")
 WORKER_SETTINGS = ("timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
+
+NO_MEMORY = (
+    "the loader's workers have no shared memory left, in which they send samples",
+    "df -h /dev/shm shows it; start a container with --shm-size=8g or --ipc=host, or give the loader fewer workers "
+    "or a smaller prefetch_factor",
+)
 
 
 class WorkerStart:
@@ -41,11 +50,39 @@ class WorkerStart:
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        Queue._on_queue_feeder_error = _tell_unsent  # type: ignore[attr-defined]
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, NamesSamples):
             object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's functions see their own
         if self._user is not None:
             self._user(worker)
+
+
+_drop = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
+
+
+def _tell_unsent(queue: Any, error: Exception, sent: Any) -> None:
+    """Send the reason instead of what a worker could not send. Python drops it, and the training would wait
+    forever."""
+    number, data = sent if isinstance(sent, tuple) and len(sent) == 2 else (None, None)
+    packed, *rest = data if isinstance(data, tuple) and data else (data,)  # with torchdata: and the worker's state
+    if not isinstance(packed, list) or packed[:1] == [UNREAD]:
+        _drop(error, sent)
+        return
+    unread = [UNREAD, 0, *_unsent(error), "".join(traceback.format_exception(error))]
+    queue.put((number, (unread, *rest) if isinstance(data, tuple) else unread))
+
+
+def _unsent(error: Exception) -> tuple[str, str]:
+    if NO_SHARED_MEMORY in str(error):
+        return NO_MEMORY
+    what = f"a worker process of the loader cannot send what it has read: {in_words(error)}"
+    if getattr(error, "errno", None) == errno.EMFILE or "Too many open files" in str(error):
+        return what, "allow more open files (ulimit -n 65536), or give the loader fewer workers"
+    return what, (
+        "samples, and what collate_fn returns, are pickled to reach this process: leave out generators, lambdas, "
+        "locks and open files; or set num_workers=0"
+    )
 
 
 def rebuilt(loader: DataLoader[Any], collate: Collate, **changed: Any) -> DataLoader[Any]:
@@ -97,11 +134,8 @@ def worker_errors() -> Iterator[None]:
                 "its error, or a smaller prefetch_factor",
             ) from error
         if NO_SHARED_MEMORY in text:
-            raise DataError(
-                "the loader's workers have no shared memory left, in which they send samples",
-                hint="df -h /dev/shm shows it; start a container with --shm-size=8g or --ipc=host, or give the "
-                "loader fewer workers or a smaller prefetch_factor",
-            ) from error
+            what, hint = NO_MEMORY
+            raise DataError(what, hint=hint) from error
         if text.startswith("DataLoader timed out"):
             raise DataError(
                 f"the loader's workers gave no batch in time: {text.splitlines()[0]}",

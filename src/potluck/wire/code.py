@@ -207,10 +207,10 @@ class CodeServer:
         self._guest: socket.socket | None = None
         try:
             self._listening = socket.create_server((bind, port), backlog=16)
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # OverflowError: there is no port after 65535
             self._waker.close()
-            words = f"joining by a code needs port {port} at {bind}: {error.strerror or error}"
-            kind = PortTakenError if error.errno == errno.EADDRINUSE else NetworkError
+            words = f"joining by a code needs port {port} at {bind}: {getattr(error, 'strerror', None) or error}"
+            kind = PortTakenError if getattr(error, "errno", None) == errno.EADDRINUSE else NetworkError
             raise kind(words, hint="it is the one after --port; choose another, or start without --lan") from None
         self.port = int(self._listening.getsockname()[1])
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
-from potluck.bounds import LARGEST, Amount, Long, Positive, Seed
+from potluck.bounds import LARGEST, Amount, Long, Natural, Positive
 from potluck.errors import ConfigError
 from potluck.train.recipes import idx
 from potluck.train.recipes.modes import Precision, evaluating, fused, precision
@@ -63,7 +63,7 @@ class CnnConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Repeat every pixel this many times in both directions, and undo that on the device, to measure the cost of
     large samples. With 49 an image of 8x8 has 154 kB; the training is the same."""
 
-    seed: Seed = 1
+    seed: Natural = 1
     """Random seed for the weights and the sample order."""
 
     def __post_init__(self) -> None:

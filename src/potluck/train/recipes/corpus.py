@@ -92,7 +92,7 @@ def open_corpus(data: str | None) -> Corpus:
     if data is None:
         return stdlib_corpus()
     path = Path(data).expanduser()
-    if not path.exists():
+    if not os.path.exists(path):  # Path.exists() raises where a folder may not be entered, or a name is too long
         raise DataError(
             f"there is no file or folder {path}", hint="give --data an existing text file or a folder of them"
         )
@@ -159,7 +159,7 @@ def _text_files(root: Path) -> list[Path]:
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         for name in names:
             file = Path(folder, name)
-            if not name.startswith(".") and file.is_file() and _size_of(file) and b"\0" not in _head(file):
+            if not name.startswith(".") and os.path.isfile(file) and _size_of(file) and b"\0" not in _head(file):
                 found.append(file)
     return found
 
