@@ -120,6 +120,8 @@ class Member:
     """It has had a lease, so its link was measured."""
     wrong_in_a_row: int = 0
     """Wrong contributions in a row: the host computed their samples with a different result."""
+    single: bool = False
+    """A micro-batch of its last contribution that was not finite had one sample."""
     slowed: int = 0
     """How often in a row it sat out because the run was slower with it."""
     rests: int = 0

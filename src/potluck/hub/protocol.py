@@ -7,6 +7,7 @@ parity checks in `checks`, the replica's hash in `guard`, sending the replica in
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, assert_never
@@ -40,6 +41,7 @@ from potluck.hub.layout import first_difference
 from potluck.hub.members import CHECKING, COMPUTING, JOINING, SITTING_OUT, SYNCING, Member, gone
 from potluck.hub.newcomers import Newcomers
 from potluck.hub.norms import Norms
+from potluck.hub.reasons import ONE_SAMPLE, ONE_SAMPLE_HINT
 from potluck.hub.stepping import Stepping
 from potluck.hub.terms import HostTerms
 from potluck.spec.events import GuestHello, GuestRefused, RunNote
@@ -354,7 +356,10 @@ class HostProtocol:
         if why_not is not None:
             return actions + self.stepping.drop(member, reason=why_not, now=now)
         if not done.finite:
-            return actions + self._wrong(member, "its gradient or its loss is not finite", math.inf, now)
+            ends = zip(member.lease.sizes, itertools.accumulate(member.lease.sizes))
+            member.single = any(size == 1 and end <= count for size, end in ends)
+            reason = f"its gradient or its loss is not finite{f'; {ONE_SAMPLE}' if member.single else ''}"
+            return actions + self._wrong(member, reason, math.inf, now)
         if (done.items is not None) != member.counts_items:
             how = "without items, unlike" if member.counts_items else "with items, unlike"
             return actions + self.stepping.drop(member, reason=f"it came {how} in its parity check", now=now)
@@ -389,7 +394,7 @@ class HostProtocol:
                     member,
                     f"sent gradients that are not finite or far too large {member.wrong_in_a_row} times in a row"
                     f"{packed}, of samples whose gradient here is neither",
-                    hint=WRONG_HINT,
+                    hint=f"{ONE_SAMPLE_HINT}. If it does not: {WRONG_HINT}" if member.single else WRONG_HINT,
                 )
         if not event.applied:
             # What packing this gradient has lost must not be added to the next one.

@@ -13,6 +13,11 @@ from potluck.hub.members import Member, OpenLease
 from potluck.units import seconds_text
 
 TOO_LATE = "it was too late"
+ONE_SAMPLE = "a micro-batch of one sample may have caused it"
+ONE_SAMPLE_HINT = (
+    "a loss that takes std() over its batch is NaN for a micro-batch of one sample. Take it over the whole data "
+    "before the loop, or train alone with micro_batch= the loader's batch size"
+)
 
 
 def why_not(speed: Speed, step_s: float, *, guessed: bool) -> str:

@@ -556,6 +556,7 @@ class HostTrainer:
                 machines=tuple(result.samples),
                 bad_ranks=[rank for rank, bad in enumerate(of_ranks[TOTALS - 1 :]) if bad],
                 count=count,
+                sizes=result.micro_batches.get(self._p.context.name, ()),
             )
             self._judge(facts, samples, applied=bool(applied))
             self._telemetry.step_ended(
@@ -595,7 +596,8 @@ class HostTrainer:
         context = self._p.context
         resume = None if context.folder is None else context.again(context.folder.path)
         again = how_to_go_on(saved_step, resume, by_trainer=self._p.options.by_trainer)
-        return NonFiniteError(what, hint=again, step=self._done)
+        hint = f"{self._bad.hint}; {again}" if self._bad.hint else again
+        return NonFiniteError(what, hint=hint, step=self._done)
 
     def _sum_of_ranks(self, step: Step, guests: StepResult, samples: int) -> Tensor:
         """Sum the gradients of all ranks (this rank's include the guests') on every rank. Returns the summed
