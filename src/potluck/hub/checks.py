@@ -42,6 +42,9 @@ HINT = (
     "this device may compute wrongly (update torch, or try --device cpu), or its random numbers differ from the "
     "host's: draw them from random, numpy.random or torch, not from your own generators"
 )
+ALONE = f"if it computes with them, train it without guests; if not, {HINT}"
+
+NAMED_BUFFERS = 3
 
 
 @dataclass(slots=True)
@@ -82,6 +85,8 @@ class Checks:
     """The host's own results of the last checks, by the check's number."""
     _count: int = 0
     _told_unpacked: bool = False
+    _buffers: str = ""
+    """The buffers that computing changes, as a text."""
 
     def begin_step(self, pieces: Sequence[PieceState]) -> None:
         """Plan a common batch for the guests that hold the weights and whose gradients do not count."""
@@ -210,7 +215,24 @@ class Checks:
             reason = f"computed a gradient that differs from the host's on the same batch: {verdict.why_not}"
         else:
             reason = f"its gradient differs from the host's on the same batch: {verdict.why_not}"
-        return self.put_out(member, reason, refused=not member.joined, hint=HINT)
+        hint = HINT
+        if self._buffers:
+            reason = f"{reason} (the model changes its buffers {self._buffers} as it computes)"
+            hint = f"the model changes its buffers {self._buffers}, and a guest has copies of its own: {ALONE}"
+        return self.put_out(member, reason, refused=not member.joined, hint=hint)
+
+    def buffers_changed(self, module: str, names: Sequence[str]) -> list[Action]:
+        """Computing changes these buffers: remember them as a cause of gradients that differ, and tell it once."""
+        if self._buffers:
+            return []
+        more = f" and {len(names) - NAMED_BUFFERS} more" if len(names) > NAMED_BUFFERS else ""
+        self._buffers = ", ".join(names[:NAMED_BUFFERS]) + more
+        text = (
+            f"the forward of {module} changes its buffers ({self._buffers}), and guests compute with copies of "
+            "their own: if the forward also computes with them, guests' gradients drift away from the host's. "
+            "Train such a model without guests"
+        )
+        return [Emit(event=RunNote(text=text))]
 
     def _again_with_finer(self, member: Member, check: int, verdict: Verdict) -> list[Action]:
         """With codec auto: have the weights rounded less, and check the guest again once it holds these."""

@@ -155,6 +155,7 @@ class HostProtocol:
             inputs.HostLaunched: self._host_launched,
             inputs.HostComputed: self._host_computed,
             inputs.CommonComputed: self._common_computed,
+            inputs.BuffersChanged: self._buffers_changed,
             inputs.StepFilled: self._step_filled,
             inputs.GradientKnown: self._gradient_known,
             inputs.StepTimed: self._step_timed,
@@ -484,6 +485,10 @@ class HostProtocol:
 
     def _common_computed(self, event: inputs.CommonComputed, now: float) -> list[Action]:
         return self.checks.computed(event.positions, event.batch, event.reference)
+
+    def _buffers_changed(self, event: inputs.BuffersChanged, now: float) -> list[Action]:
+        self.guard.doubt()
+        return self.checks.buffers_changed(event.module, event.names)
 
     def _sketch_compared(self, event: inputs.SketchCompared, now: float) -> list[Action]:
         actions = self.checks.compared(event.guest, event.check, event.verdict)

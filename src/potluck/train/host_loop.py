@@ -25,6 +25,7 @@ from potluck.spec.events import RunNote
 from potluck.train import given
 from potluck.train.bad_steps import BadSteps, StepFacts, how_to_go_on
 from potluck.train.beginning import Beginning, BufferPlaces, Buffers
+from potluck.train.changed_buffers import ChangedBuffers
 from potluck.train.context import Waiting
 from potluck.train.data import cloned, to_device
 from potluck.train.ending import Ending
@@ -84,6 +85,7 @@ class HostTrainer:
         self._bad = BadSteps(parts.context.name, most=parts.context.config.max_bad_steps)
         self._buffer_places = BufferPlaces(parts.model)
         self._buffers: Buffers | None = None
+        self._changed = None if isinstance(hub, AloneHub) else ChangedBuffers(parts.model)
         self._own_samples = 0  # what this process has computed of the step
         self._own_share = 1.0  # and which part of it that was
         self._beginning: Beginning | None = None
@@ -384,8 +386,16 @@ class HostTrainer:
         step.hand_out(samples)
         self._begin(samples)
         rates = self._scheduling.rates()
+        changed = self._changed
+        if changed is not None and changed.due(step.index - self._first):
+            changed.mark()
+        else:
+            changed = None
         yield batch
         step.check_done()
+        if changed is not None and (found := changed.found()) is not None:
+            assert not isinstance(self._hub, AloneHub)
+            self._hub.buffers_changed(*found)
         if not self._p.options.by_trainer:
             self._scheduling.check(rates, step.number)
 
