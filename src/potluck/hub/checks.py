@@ -21,7 +21,7 @@ from potluck.balance.ledger import Ledger
 from potluck.errors import WireError
 from potluck.hub.actions import Action, CommonBatch, CompareSketch, Emit, Send, Verdict
 from potluck.hub.feed import PieceState
-from potluck.hub.inputs import Packed
+from potluck.hub.inputs import BuffersChanged, Packed
 from potluck.hub.members import CHECKING, COMPUTING, SYNCING, Member
 from potluck.hub.stepping import pack_samples
 from potluck.spec.events import GuestJoined, RunNote
@@ -73,6 +73,8 @@ class Checks:
     put_out: Callable[..., list[Action]]
     round_less: Callable[[], str | None]
     """Have the weights' changes coded in a finer codec from now on; its name, or None where the codec was given."""
+    doubt: Callable[[], None]
+    """Have the gradients of all guests compared again, now and often."""
     codec_down: str = ""
     """What the weights' changes are coded in otherwise."""
     _finer: str = ""
@@ -221,15 +223,17 @@ class Checks:
             hint = f"the model changes its buffers {self._buffers}, and a guest has copies of its own: {ALONE}"
         return self.put_out(member, reason, refused=not member.joined, hint=hint)
 
-    def buffers_changed(self, module: str, names: Sequence[str]) -> list[Action]:
+    def buffers_changed(self, event: BuffersChanged, now: float) -> list[Action]:
         """Computing changes these buffers: remember them as a cause of gradients that differ, and tell it once."""
+        self.doubt()
         if self._buffers:
             return []
+        names = event.names
         more = f" and {len(names) - NAMED_BUFFERS} more" if len(names) > NAMED_BUFFERS else ""
         self._buffers = ", ".join(names[:NAMED_BUFFERS]) + more
         text = (
-            f"the forward of {module} changes its buffers ({self._buffers}), and guests compute with copies of "
-            "their own: if the forward also computes with them, guests' gradients drift away from the host's. "
+            f"the forward of {event.module} changes its buffers ({self._buffers}), and guests compute with copies "
+            "of their own: if the forward also computes with them, guests' gradients drift away from the host's. "
             "Train such a model without guests"
         )
         return [Emit(event=RunNote(text=text))]

@@ -7,7 +7,6 @@ parity checks in `checks`, the replica's hash in `guard`, sending the replica in
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, assert_never
@@ -41,7 +40,7 @@ from potluck.hub.layout import first_difference
 from potluck.hub.members import CHECKING, COMPUTING, JOINING, SITTING_OUT, SYNCING, Member, gone
 from potluck.hub.newcomers import Newcomers
 from potluck.hub.norms import Norms
-from potluck.hub.reasons import ONE_SAMPLE, ONE_SAMPLE_HINT
+from potluck.hub.reasons import ONE_SAMPLE_HINT, not_finite
 from potluck.hub.stepping import Stepping
 from potluck.hub.terms import HostTerms
 from potluck.spec.events import GuestHello, GuestRefused, RunNote
@@ -115,6 +114,7 @@ class HostProtocol:
             put_out=self._put_out,
             round_less=self.codecs.round_less,
             codec_down=terms.codec_down,
+            doubt=self.guard.doubt,
         )
         self.norms = Norms(terms.guest_bound)
         self._most_about_bytes = ABOUT_BYTES + 4 * len(packed_model(terms.fingerprint, {}))
@@ -155,7 +155,7 @@ class HostProtocol:
             inputs.HostLaunched: self._host_launched,
             inputs.HostComputed: self._host_computed,
             inputs.CommonComputed: self._common_computed,
-            inputs.BuffersChanged: self._buffers_changed,
+            inputs.BuffersChanged: self.checks.buffers_changed,
             inputs.StepFilled: self._step_filled,
             inputs.GradientKnown: self._gradient_known,
             inputs.StepTimed: self._step_timed,
@@ -357,10 +357,8 @@ class HostProtocol:
         if why_not is not None:
             return actions + self.stepping.drop(member, reason=why_not, now=now)
         if not done.finite:
-            ends = zip(member.lease.sizes, itertools.accumulate(member.lease.sizes))
-            member.single = any(size == 1 and end <= count for size, end in ends)
-            reason = f"its gradient or its loss is not finite{f'; {ONE_SAMPLE}' if member.single else ''}"
-            return actions + self._wrong(member, reason, math.inf, now)
+            member.single = member.lease.has_single(count)
+            return actions + self._wrong(member, not_finite(single=member.single), math.inf, now)
         if (done.items is not None) != member.counts_items:
             how = "without items, unlike" if member.counts_items else "with items, unlike"
             return actions + self.stepping.drop(member, reason=f"it came {how} in its parity check", now=now)
@@ -485,10 +483,6 @@ class HostProtocol:
 
     def _common_computed(self, event: inputs.CommonComputed, now: float) -> list[Action]:
         return self.checks.computed(event.positions, event.batch, event.reference)
-
-    def _buffers_changed(self, event: inputs.BuffersChanged, now: float) -> list[Action]:
-        self.guard.doubt()
-        return self.checks.buffers_changed(event.module, event.names)
 
     def _sketch_compared(self, event: inputs.SketchCompared, now: float) -> list[Action]:
         actions = self.checks.compared(event.guest, event.check, event.verdict)

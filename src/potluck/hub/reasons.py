@@ -39,6 +39,11 @@ def why_not(speed: Speed, step_s: float, *, guessed: bool) -> str:
     )
 
 
+def not_finite(*, single: bool) -> str:
+    """Why a contribution cannot be right. `single`: one of its micro-batches had one sample."""
+    return f"its gradient or its loss is not finite{f'; {ONE_SAMPLE}' if single else ''}"
+
+
 def why_late(member: Member, lease: OpenLease, *, silent_s: float, now: float) -> tuple[str, str]:
     """Why a lease was not fulfilled in time: with figures, and as a clause without them.
 

@@ -6,6 +6,8 @@ waits for no device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -16,28 +18,27 @@ HARMLESS = ("_SpectralNorm", "SpectralNorm")
 class ChangedBuffers:
     """Looks at a few steps of a model. In the first one, it may still fill its tables."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, tell: Callable[[str, tuple[str, ...]], None]) -> None:
+        """`tell` gets the type of the first changed buffer's module, and the names of all that have changed."""
         self._modules = [
             (name, module)
             for name, module in model.named_modules()
             if not isinstance(module, _NormBase)
             and not any(type(own).__name__ in HARMLESS for own in (module, *module._forward_pre_hooks.values()))
         ]
+        self._tell = tell
         self._before: dict[str, tuple[Tensor, int]] = {}
         self._looked = 0
 
-    def due(self, steps_done: int) -> bool:
-        """Whether to look at the next micro-batch: the first of the second, fourth, eighth, … step."""
-        if steps_done == self._looked or steps_done & (steps_done + 1):
-            return False
-        self._looked = steps_done
-        return True
+    def before(self, steps_done: int) -> None:
+        """Call before a micro-batch. It looks at the first one of the second, fourth, eighth, … step."""
+        if steps_done != self._looked and not steps_done & (steps_done + 1):
+            self._looked = steps_done
+            self._before = {name: (tensor, _version(tensor)) for name, tensor, _ in self._present()}
 
-    def mark(self) -> None:
-        self._before = {name: (tensor, _version(tensor)) for name, tensor, _ in self._present()}
-
-    def found(self) -> tuple[str, tuple[str, ...]] | None:
-        """The type of the first module whose buffers have changed since `mark`, and the names of all of them."""
+    def after(self) -> None:
+        if not self._before:
+            return
         kind, names = "", []
         for name, tensor, module in self._present():
             before, version = self._before.get(name, (None, 0))
@@ -47,7 +48,8 @@ class ChangedBuffers:
                 kind = kind or type(module).__name__
                 names.append(name)
         self._before = {}
-        return (kind, tuple(names)) if names else None
+        if names:
+            self._tell(kind, tuple(names))
 
     def _present(self) -> list[tuple[str, Tensor, nn.Module]]:
         return [

@@ -85,7 +85,7 @@ class HostTrainer:
         self._bad = BadSteps(parts.context.name, most=parts.context.config.max_bad_steps)
         self._buffer_places = BufferPlaces(parts.model)
         self._buffers: Buffers | None = None
-        self._changed = None if isinstance(hub, AloneHub) else ChangedBuffers(parts.model)
+        self._changed = ChangedBuffers(parts.model, hub.buffers_changed)
         self._own_samples = 0  # what this process has computed of the step
         self._own_share = 1.0  # and which part of it that was
         self._beginning: Beginning | None = None
@@ -386,16 +386,10 @@ class HostTrainer:
         step.hand_out(samples)
         self._begin(samples)
         rates = self._scheduling.rates()
-        changed = self._changed
-        if changed is not None and changed.due(step.index - self._first):
-            changed.mark()
-        else:
-            changed = None
+        self._changed.before(step.index - self._first)
         yield batch
         step.check_done()
-        if changed is not None and (found := changed.found()) is not None:
-            assert not isinstance(self._hub, AloneHub)
-            self._hub.buffers_changed(*found)
+        self._changed.after()
         if not self._p.options.by_trainer:
             self._scheduling.check(rates, step.number)
 
