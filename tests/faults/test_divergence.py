@@ -13,6 +13,7 @@ from potluck.hub import layout as layouts
 from potluck.hub.feed import NOTHING, PENDING, Feed, Item, PieceState
 from potluck.hub.guard import MOST_IN_A_ROW, PARITY_EVERY
 from potluck.hub.hashes import DIGEST_BYTES, PieceHashes, differing
+from potluck.hub.inputs import BuffersChanged
 from potluck.hub.members import COMPUTING, SYNCING
 from potluck.report.sentences import describe
 from potluck.spec.messages import DATA, HashMessage
@@ -204,6 +205,28 @@ def test_gradients_are_compared_again_now_and_then_and_one_that_drifted_is_put_o
         "same batch: the cosine of the two is 0.5000"
     )
     assert len(of_kind(world, "guest_joined")) == 2
+
+
+@pytest.mark.parametrize("batch", [36, 4])
+def test_where_the_model_changes_its_buffers_gradients_are_compared_now_and_after_every_hash(batch: int) -> None:
+    """Less often where a check takes a guest longer than a step."""
+    world = joined("a", batch=batch, check_replica_every=1)
+    member = world.members["a"]
+    member.hashes_equal = 1
+    world.whole_step()
+    world.hash()
+    world.answer_hash("a")
+    assert member.state == COMPUTING
+    world.handle(BuffersChanged(module="Codebook", names=("q.embed",)))
+    assert (member.state == SYNCING) == (batch == 36)
+    member.state = COMPUTING
+    for hashes in range(3, 9):
+        world.take_all("a")
+        world.whole_step()
+        world.hash()
+        world.answer_hash("a")
+        assert (member.state == SYNCING) == (batch == 36 or hashes == 8)
+        member.state = COMPUTING
 
 
 def test_a_guest_that_would_fall_behind_is_compared_less_often() -> None:

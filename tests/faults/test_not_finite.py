@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shlex
 import sys
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import TensorDataset
 
 import potluck
 from potluck.device import Device, pick
@@ -34,6 +36,7 @@ from potluck.train.context import ALONE, RunContext
 from potluck.train.event_log import EventLog
 from potluck.train.folder import RunFolder
 from potluck.train.launch import launched
+from potluck.train.run import start
 from potluck.train.update import Update, total_norm
 from support.campaign import campaign
 from support.processes import Processes
@@ -340,6 +343,31 @@ def test_the_cause_is_named() -> None:
     assert cause(bad_ranks=[0, 2]) == ("here", "own gradient is not finite, on rank 0 and rank 2")
     machine, reason = cause(bad_ranks=[0], own_norm=1.0, machines=["here", "ann"])
     assert (machine, reason) == (None, "the sum of the gradients of here, ann is too large for a number")
+
+
+def test_a_micro_batch_of_one_sample_is_named_as_a_possible_cause() -> None:
+    why = "own gradient is not finite: its norm is nan, its loss is nan"
+    single = f"{why}; a micro-batch of one sample may have caused it"
+    assert cause(own_loss=NAN, sizes=[2, 1]) == ("here", single)
+    assert cause(own_loss=NAN, sizes=[1], machines=["here", "ann"]) == ("here", single)
+    assert cause(own_loss=NAN, sizes=[1]) == ("here", why), "a step of one sample"
+    assert cause(own_loss=NAN, sizes=[2, 3]) == ("here", why)
+
+
+@pytest.mark.parametrize("batch", [4, 5, 1])
+def test_a_loss_with_std_ends_the_run_with_a_hint_if_a_micro_batch_had_one_sample(batch: int) -> None:
+    model = nn.Linear(2, 1)
+    run = start(lambda event: None, RunConfig(device="cpu", threads=1, max_bad_steps=1, micro_batch=2))
+    data = TensorDataset(torch.randn(20, 2))
+    with contextlib.ExitStack() as failing:
+        caught = failing.enter_context(pytest.raises(NonFiniteError)) if batch != 4 else None
+        for step in run.steps(model, torch.optim.SGD(model.parameters(), 0.1), data, global_batch=batch, steps=2):
+            for (x,) in step:
+                y = model(x)
+                step.backward(((y - y.mean()) / y.detach().std()).square().mean())
+    if caught is not None:
+        assert ("one sample" in str(caught.value.what)) == (batch == 5)
+        assert ("std()" in (caught.value.hint or "")) == (batch == 5)
 
 
 def test_a_guest_is_not_refused_for_what_the_host_itself_could_not_compute() -> None:

@@ -10,7 +10,7 @@ import pytest
 from potluck.codec.names import downs_of
 from potluck.hub.actions import CommonBatch
 from potluck.hub.checks import ATTEMPTS, HINT, SENDABLE
-from potluck.hub.inputs import Packed, StepBegun
+from potluck.hub.inputs import BuffersChanged, Packed, StepBegun
 from potluck.hub.members import COMPUTING, SYNCING
 from potluck.spec.messages import NoteMessage
 from support.protocol_world import BATCH, SIZES, World, joined, of_kind, refusals
@@ -109,6 +109,24 @@ def test_one_that_differs_by_the_spread_as_well_is_refused_with_a_hint(again: bo
     assert refusal.message.hint == HINT
     assert "random numbers" in HINT
     assert len(HINT) <= 200, "a guest shows no more of it"
+
+
+def test_buffers_that_the_model_changes_are_told_once_and_named_first_in_a_refusal() -> None:
+    world = entered("a")
+    world.handle(BuffersChanged(module="Codebook", names=("q.embed", "q.size", "q.avg", "q.more")))
+    world.handle(BuffersChanged(module="Codebook", names=("q.embed",)))
+    (note,) = of_kind(world, "note")
+    assert "the forward of Codebook changes its buffers (q.embed, q.size, q.avg and 1 more)" in note.text
+    assert "without guests" in note.text
+    due(world)
+    world.compare("the cosine of the two is 0.9")
+    assert refusals(world, "a") == [
+        "its gradient differs from the host's on the same batch: the cosine of the two is 0.9 (the model changes "
+        "its buffers q.embed, q.size, q.avg and 1 more as it computes)"
+    ]
+    (refusal,) = [s.message for s in world.sent["a"] if s.message.kind == "refuse"]
+    assert refusal.hint.startswith("the model changes its buffers q.embed")
+    assert refusal.hint.endswith(HINT)
 
 
 def test_what_is_certainly_wrong_is_refused_at_once() -> None:

@@ -43,6 +43,7 @@ def tape() -> list[str]:
     assert lost.samples_taken_back == lease.count
     assert of_kind(world, "replica_checked")
     world.handle(inputs.StepTimed(step=world.ledger.step - 1, samples=4, seconds=0.1))
+    world.handle(inputs.BuffersChanged(module="Codebook", names=("q.embed",)))
     world.handle(inputs.HostClosing(reason="finished"))
     return tape
 

@@ -69,11 +69,16 @@ def test_a_step_of_which_nothing_was_told_leaves_nothing_behind() -> None:
 # -- what the protocol does with it
 
 
-def bad_step(world: World, *, host: float) -> None:
+def bad_step(world: World, *, host: float, single: bool = False) -> None:
     """A step in which the guest's gradient is not finite, and the host's own norm comes to this."""
     step = world.ledger.step
     world.begin()
     world.take_all("a")
+    lease = world.members["a"].lease
+    assert lease is not None
+    assert lease.sizes[-1] == 1
+    if not single:
+        world.say("a", "closing", lease=lease.id, keep=lease.count - 1, eta_s=0.1)
     world.deliver("a", finite=False)
     world.finish()
     world.handle(inputs.GradientKnown(step=step, norm=host, samples=4, applied=True))
@@ -93,6 +98,18 @@ def test_a_guest_that_is_wrong_three_times_in_a_row_is_put_out() -> None:
     (refusal,) = [s for s in world.sent["a"] if s.message.kind == "refuse"]
     assert refusal.message.hint == WRONG_HINT, "its model was the same when it joined"
     assert len(of_kind(world, "contribution_dropped")) == 3
+
+
+def test_a_micro_batch_of_one_sample_is_named_where_a_contribution_is_not_finite() -> None:
+    world = joined("a", batch=12)
+    for _ in range(3):
+        bad_step(world, host=1.0, single=True)
+    assert "a" not in world.members
+    dropped = [event.reason for event in of_kind(world, "contribution_dropped")]
+    assert dropped[-1].endswith("not finite; a micro-batch of one sample may have caused it")
+    (refusal,) = [s for s in world.sent["a"] if s.message.kind == "refuse"]
+    assert refusal.message.hint.startswith("a loss that takes std() over its batch")
+    assert refusal.message.hint.endswith(WRONG_HINT)
 
 
 def test_a_guest_whose_samples_are_so_is_not_to_blame() -> None:

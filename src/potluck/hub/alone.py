@@ -34,6 +34,9 @@ class AloneHub:
     def computed(self, samples: int, seconds: float) -> None:
         self._sample_s.add(seconds / samples)
 
+    def buffers_changed(self, module: str, names: tuple[str, ...]) -> None:
+        pass
+
     def end_step(self) -> StepResult:
         samples = self._ledger.close_step()
         result = StepResult(

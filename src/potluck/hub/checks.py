@@ -21,7 +21,7 @@ from potluck.balance.ledger import Ledger
 from potluck.errors import WireError
 from potluck.hub.actions import Action, CommonBatch, CompareSketch, Emit, Send, Verdict
 from potluck.hub.feed import PieceState
-from potluck.hub.inputs import Packed
+from potluck.hub.inputs import BuffersChanged, Packed
 from potluck.hub.members import CHECKING, COMPUTING, SYNCING, Member
 from potluck.hub.stepping import pack_samples
 from potluck.spec.events import GuestJoined, RunNote
@@ -46,6 +46,9 @@ HINT = (
     "this device may compute wrongly (update torch, or try --device cpu), or its random numbers differ from the "
     "host's: draw them from random, numpy.random or torch, not from your own generators"
 )
+ALONE = f"if it computes with them, train it without guests; if not, {HINT}"
+
+NAMED_BUFFERS = 3
 
 
 @dataclass(slots=True)
@@ -74,6 +77,8 @@ class Checks:
     put_out: Callable[..., list[Action]]
     round_less: Callable[[], str | None]
     """Have the weights' changes coded in a finer codec from now on; its name, or None where the codec was given."""
+    doubt: Callable[[], None]
+    """Have the gradients of all guests compared again, now and often."""
     codec_down: str = ""
     """What the weights' changes are coded in otherwise."""
     _finer: str = ""
@@ -86,6 +91,8 @@ class Checks:
     """The host's own results of the last checks, by the check's number."""
     _count: int = 0
     _told_unpacked: bool = False
+    _buffers: str = ""
+    """The buffers that computing changes, as a text."""
 
     def begin_step(self, pieces: Sequence[PieceState]) -> None:
         """Plan a common batch for the guests that hold the weights and whose gradients do not count."""
@@ -215,7 +222,26 @@ class Checks:
             reason = f"computed a gradient that differs from the host's on the same batch: {verdict.why_not}"
         else:
             reason = f"its gradient differs from the host's on the same batch: {verdict.why_not}"
-        return self.put_out(member, reason, refused=not member.joined, hint=HINT)
+        hint = HINT
+        if self._buffers:
+            reason = f"{reason} (the model changes its buffers {self._buffers} as it computes)"
+            hint = f"the model changes its buffers {self._buffers}, and a guest has copies of its own: {ALONE}"
+        return self.put_out(member, reason, refused=not member.joined, hint=hint)
+
+    def buffers_changed(self, event: BuffersChanged, now: float) -> list[Action]:
+        """Computing changes these buffers: remember them as a cause of gradients that differ, and tell it once."""
+        self.doubt()
+        if self._buffers:
+            return []
+        names = event.names
+        more = f" and {len(names) - NAMED_BUFFERS} more" if len(names) > NAMED_BUFFERS else ""
+        self._buffers = ", ".join(names[:NAMED_BUFFERS]) + more
+        text = (
+            f"the forward of {event.module} changes its buffers ({self._buffers}), and guests compute with copies "
+            "of their own: if the forward also computes with them, guests' gradients drift away from the host's. "
+            "Train such a model without guests"
+        )
+        return [Emit(event=RunNote(text=text))]
 
     def _again_with_finer(self, member: Member, check: int, verdict: Verdict) -> list[Action]:
         """With codec auto: have the weights rounded less, and check the guest again once it holds these."""

@@ -66,6 +66,7 @@ class ReplicaGuard:
         self._members = members
         self._stepping = stepping
         self._versions: list[_Version] = []
+        self._doubts = False
 
     def begin_step(self, step: int) -> list[Action]:
         """The weights are at version `step`: have it hashed if it is one of those that are compared."""
@@ -73,6 +74,13 @@ class ReplicaGuard:
             return []
         self._versions = [*self._versions[1 - VERSIONS_KEPT :], _Version(step)]
         return [HashReplica(version=step)]
+
+    def doubt(self) -> None:
+        """Gradients may drift apart although weights are equal: compare them now, and after every equal hash."""
+        self._doubts = True
+        for member in self._members.values():
+            if member.state == COMPUTING and self._parity_every(member) == 1:
+                member.state, member.reason = SYNCING, "its gradient is checked again"
 
     def ask(self, member: Member) -> list[Action]:
         """After each message to a guest: ask it, once it has been sent all of the newest compared version."""
@@ -132,7 +140,8 @@ class ReplicaGuard:
     def _parity_every(self, member: Member) -> int:
         step_s, rate = self._stepping.predicted_s, member.rate.value
         fits = step_s is not None and rate is not None and rate * step_s > PARITY_SAMPLES
-        return PARITY_EVERY if fits else PARITY_SELDOM
+        every = PARITY_EVERY if fits else PARITY_SELDOM
+        return every // PARITY_EVERY if self._doubts else every
 
     def _mismatch(self, member: Member, version: int, different: int) -> list[Action]:
         """Stop counting the guest's contributions: send it everything again, then check its gradient."""

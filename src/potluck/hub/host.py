@@ -169,6 +169,10 @@ class HostHub:
         """The host's gradient of the common batch: guests' are compared with it."""
         self._report(inputs.CommonComputed(positions=positions, batch=batch, reference=reference))
 
+    def buffers_changed(self, module: str, names: tuple[str, ...]) -> None:
+        """Computing changes these buffers; `module` is the type of the first one's."""
+        self._report(inputs.BuffersChanged(module=module, names=names))
+
     def end_step(self) -> act.StepResult:
         """Close a full step and add the contributions to the gradients."""
         with self._lock:

@@ -223,6 +223,14 @@ class CommonComputed(_Input, frozen=True, kw_only=True):
     """What guests' gradients are compared with; comes back in `CompareSketch`."""
 
 
+class BuffersChanged(_Input, frozen=True, kw_only=True):
+    """Computing changes buffers of the model. Guests have copies of their own."""
+
+    module: str
+    """The type of the first one's module."""
+    names: tuple[str, ...]
+
+
 class StepFilled(_Input, frozen=True, kw_only=True):
     """Every sample of the step is counted. The reply is a `StepResult`."""
 
@@ -276,6 +284,7 @@ Input = (
     | HostLaunched
     | HostComputed
     | CommonComputed
+    | BuffersChanged
     | StepFilled
     | GradientKnown
     | StepTimed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -60,6 +61,10 @@ class OpenLease:
     """How long the host was idle, waiting for this lease."""
     unread: int = 0
     """Micro-batches that the host is still reading from the data set, so the guest cannot have them yet."""
+
+    def has_single(self, count: int) -> bool:
+        """Whether one of the micro-batches of its first `count` samples has one sample."""
+        return any(size == 1 and end <= count for size, end in zip(self.sizes, itertools.accumulate(self.sizes)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,6 +125,8 @@ class Member:
     """It has had a lease, so its link was measured."""
     wrong_in_a_row: int = 0
     """Wrong contributions in a row: the host computed their samples with a different result."""
+    single: bool = False
+    """A micro-batch of its last contribution that was not finite had one sample."""
     slowed: int = 0
     """How often in a row it sat out because the run was slower with it."""
     rests: int = 0

@@ -40,6 +40,7 @@ from potluck.hub.layout import first_difference
 from potluck.hub.members import CHECKING, COMPUTING, JOINING, SITTING_OUT, SYNCING, Member, gone
 from potluck.hub.newcomers import Newcomers
 from potluck.hub.norms import Norms
+from potluck.hub.reasons import ONE_SAMPLE_HINT, not_finite
 from potluck.hub.stepping import Stepping
 from potluck.hub.terms import HostTerms
 from potluck.spec.events import GuestHello, GuestRefused, RunNote
@@ -113,6 +114,7 @@ class HostProtocol:
             put_out=self._put_out,
             round_less=self.codecs.round_less,
             codec_down=terms.codec_down,
+            doubt=self.guard.doubt,
         )
         self.norms = Norms(terms.guest_bound)
         self._most_about_bytes = ABOUT_BYTES + 4 * len(packed_model(terms.fingerprint, {}))
@@ -153,6 +155,7 @@ class HostProtocol:
             inputs.HostLaunched: self._host_launched,
             inputs.HostComputed: self._host_computed,
             inputs.CommonComputed: self._common_computed,
+            inputs.BuffersChanged: self.checks.buffers_changed,
             inputs.StepFilled: self._step_filled,
             inputs.GradientKnown: self._gradient_known,
             inputs.StepTimed: self._step_timed,
@@ -354,7 +357,8 @@ class HostProtocol:
         if why_not is not None:
             return actions + self.stepping.drop(member, reason=why_not, now=now)
         if not done.finite:
-            return actions + self._wrong(member, "its gradient or its loss is not finite", math.inf, now)
+            member.single = member.lease.has_single(count)
+            return actions + self._wrong(member, not_finite(single=member.single), math.inf, now)
         if (done.items is not None) != member.counts_items:
             how = "without items, unlike" if member.counts_items else "with items, unlike"
             return actions + self.stepping.drop(member, reason=f"it came {how} in its parity check", now=now)
@@ -389,7 +393,7 @@ class HostProtocol:
                     member,
                     f"sent gradients that are not finite or far too large {member.wrong_in_a_row} times in a row"
                     f"{packed}, of samples whose gradient here is neither",
-                    hint=WRONG_HINT,
+                    hint=f"{ONE_SAMPLE_HINT}. If it does not: {WRONG_HINT}" if member.single else WRONG_HINT,
                 )
         if not event.applied:
             # What packing this gradient has lost must not be added to the next one.

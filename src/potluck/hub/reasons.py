@@ -13,6 +13,11 @@ from potluck.hub.members import Member, OpenLease
 from potluck.units import seconds_text
 
 TOO_LATE = "it was too late"
+ONE_SAMPLE = "a micro-batch of one sample may have caused it"
+ONE_SAMPLE_HINT = (
+    "a loss that takes std() over its batch is NaN for a micro-batch of one sample. Take it over the whole data "
+    "before the loop, or train alone with micro_batch= the loader's batch size"
+)
 
 
 def why_not(speed: Speed, step_s: float, *, guessed: bool) -> str:
@@ -32,6 +37,11 @@ def why_not(speed: Speed, step_s: float, *, guessed: bool) -> str:
         f"{seconds_text(least_s - computing_s)} to get its samples and the weights and deliver the gradient"
         f"{' (by what its first weights took)' if guessed else ''}, where the step takes {step}{few}"
     )
+
+
+def not_finite(*, single: bool) -> str:
+    """Why a contribution cannot be right. `single`: one of its micro-batches had one sample."""
+    return f"its gradient or its loss is not finite{f'; {ONE_SAMPLE}' if single else ''}"
 
 
 def why_late(member: Member, lease: OpenLease, *, silent_s: float, now: float) -> tuple[str, str]:

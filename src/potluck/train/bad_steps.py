@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from potluck.hub.reasons import ONE_SAMPLE, ONE_SAMPLE_HINT
 from potluck.spec.events import StepNotApplied
 
 
@@ -30,6 +31,8 @@ class StepFacts:
     """The host's ranks whose part was not finite; rank 0's includes the guests' contributions."""
     count: float = 1.0
     """Number of samples or items that the gradient is the mean of."""
+    sizes: Sequence[int] = ()
+    """The host's micro-batches."""
 
 
 def how_to_go_on(saved: int | None, resume: str | None, *, by_trainer: bool) -> str:
@@ -53,6 +56,8 @@ class BadSteps:
         self.in_a_row = 0
         self.all = 0
         self._last = ""
+        self.hint = ""
+        """What may have caused the last one, and what to do; empty: not known."""
 
     def good(self) -> None:
         self.in_a_row = 0
@@ -62,6 +67,7 @@ class BadSteps:
         self.in_a_row += 1
         self.all += 1
         machine, reason = self._cause(facts)
+        self.hint = ONE_SAMPLE_HINT if reason.endswith(ONE_SAMPLE) else ""
         self._last = reason if machine is None else f"{machine}'s {reason}"
         return StepNotApplied(
             step=facts.step, machine=machine, reason=reason, in_a_row=self.in_a_row, so_far=self.all
@@ -80,13 +86,14 @@ class BadSteps:
         if not facts.count:
             return None, "there was nothing to take the mean of: items=0 for every batch of the step"
         own = facts.norm if facts.own_norm is None else facts.own_norm
+        single = f"; {ONE_SAMPLE}" if 1 in facts.sizes and len(facts.sizes) + len(facts.machines) > 2 else ""
         others = [rank for rank in facts.bad_ranks if rank or not math.isfinite(own)]
         if facts.bad_ranks and others:
             ranks = " and ".join(f"rank {rank}" for rank in others)
-            return self._host, f"own gradient is not finite, on {ranks}"
+            return self._host, f"own gradient is not finite, on {ranks}{single}"
         if not math.isfinite(own):
             loss = "" if math.isfinite(facts.own_loss) else f", its loss is {facts.own_loss}"
-            return self._host, f"own gradient is not finite: its norm is {own}{loss}"
+            return self._host, f"own gradient is not finite: its norm is {own}{loss}{single}"
         if len(facts.machines) > 1:
             who = ", ".join(facts.machines)
             return None, f"the sum of the gradients of {who} is too large for a number"

@@ -25,6 +25,7 @@ from potluck.spec.events import RunNote
 from potluck.train import given
 from potluck.train.bad_steps import BadSteps, StepFacts, how_to_go_on
 from potluck.train.beginning import Beginning, BufferPlaces, Buffers
+from potluck.train.changed_buffers import ChangedBuffers
 from potluck.train.context import Waiting
 from potluck.train.data import cloned, to_device
 from potluck.train.ending import Ending
@@ -84,6 +85,7 @@ class HostTrainer:
         self._bad = BadSteps(parts.context.name, most=parts.context.config.max_bad_steps)
         self._buffer_places = BufferPlaces(parts.model)
         self._buffers: Buffers | None = None
+        self._changed = ChangedBuffers(parts.model, hub.buffers_changed)
         self._own_samples = 0  # what this process has computed of the step
         self._own_share = 1.0  # and which part of it that was
         self._beginning: Beginning | None = None
@@ -384,8 +386,10 @@ class HostTrainer:
         step.hand_out(samples)
         self._begin(samples)
         rates = self._scheduling.rates()
+        self._changed.before(step.index - self._first)
         yield batch
         step.check_done()
+        self._changed.after()
         if not self._p.options.by_trainer:
             self._scheduling.check(rates, step.number)
 
@@ -556,6 +560,7 @@ class HostTrainer:
                 machines=tuple(result.samples),
                 bad_ranks=[rank for rank, bad in enumerate(of_ranks[TOTALS - 1 :]) if bad],
                 count=count,
+                sizes=result.micro_batches.get(self._p.context.name, ()),
             )
             self._judge(facts, samples, applied=bool(applied))
             self._telemetry.step_ended(
@@ -595,7 +600,8 @@ class HostTrainer:
         context = self._p.context
         resume = None if context.folder is None else context.again(context.folder.path)
         again = how_to_go_on(saved_step, resume, by_trainer=self._p.options.by_trainer)
-        return NonFiniteError(what, hint=again, step=self._done)
+        hint = f"{self._bad.hint}; {again}" if self._bad.hint else again
+        return NonFiniteError(what, hint=hint, step=self._done)
 
     def _sum_of_ranks(self, step: Step, guests: StepResult, samples: int) -> Tensor:
         """Sum the gradients of all ranks (this rank's include the guests') on every rank. Returns the summed
