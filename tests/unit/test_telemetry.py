@@ -114,6 +114,20 @@ def test_the_hub_is_told_what_a_step_took_and_who_shares_this_machine() -> None:
     assert second == (1, 8, pytest.approx(0.4, abs=0.001), ["g"])
 
 
+def test_a_paced_guest_is_an_emulated_machine_and_does_not_share_this_one() -> None:
+    """Else each fleet behind the lab's proxy made a trial without guests: 5 of 24 steps."""
+    told: list[Any] = []
+    events: list[Any] = []
+    telemetry, guest, result = table(events)
+    telemetry._hub.timed = lambda *step: told.append(step)  # type: ignore[method-assign]
+    guest.samples, guest.address, guest.device = 3, "127.0.0.1", "paced 0.1 s/sample on cpu"
+    start = time.monotonic()
+    telemetry.step_ended(1, 1.0, result, 0.0, start + 0.5, applied=True, outside=(start, start))
+    telemetry.step_ended(2, 1.0, result, 0.0, start + 1.0, applied=True, outside=(start, start))
+    assert [list(here) for *_, here in told] == [[], []]
+    assert not [event for event in events if isinstance(event, RunNote)]
+
+
 def test_the_runs_speed_and_speed_up_are_those_of_the_report() -> None:
     events: list[Any] = []
     telemetry, guest, result = table(events)

@@ -30,6 +30,10 @@ FORWARD_PART = 1 / 3
 """The backward computes two products, for the input and for the weight, where the forward computes one."""
 
 
+LABEL = "paced"
+"""The first word of a paced device's label: where it computes, another machine is emulated."""
+
+
 class Pacing(Device):
     """Slows the device that follows it among the base classes down to `seconds_per_sample`.
 
@@ -46,7 +50,7 @@ class Pacing(Device):
         self.seconds_per_sample = seconds_per_sample
         """Seconds per sample in the current step."""
         self._speeds = [(1, seconds_per_sample), *changes]
-        self.label = f"paced {seconds_per_sample:g} s/sample on {self.torch_device.type}"
+        self.label = f"{LABEL} {seconds_per_sample:g} s/sample on {self.torch_device.type}"
         self.label += ", changing" if changes else ""
         self._hooks: list[RemovableHandle] = []
         self._forward_work: dict[nn.Module, int] = {}  # what a call of the module concludes, in elements

@@ -16,6 +16,7 @@ import torch
 from potluck import codec as codecs
 from potluck._version import __version__
 from potluck.balance.quota import Estimate
+from potluck.device.paced import LABEL
 from potluck.hub.actions import StepResult
 from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
@@ -301,7 +302,8 @@ class Telemetry:
         for member in helping:
             if member.name not in self._here:
                 told = any(self._here.values())
-                self._here[member.name] = is_this_machine(member.address)
+                emulated = member.device.startswith(LABEL)  # another machine, whose own time is its own
+                self._here[member.name] = is_this_machine(member.address) and not emulated
                 if self._here[member.name] and not told:
                     text = f"{member.name} runs on this same machine: the two share its processor"
                     self._context.log.emit(RunNote(text=text))
