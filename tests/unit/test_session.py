@@ -69,10 +69,11 @@ def test_a_run_needs_codecs_that_exist(codecs: dict[str, str], tmp_path: Path) -
         RunSpec(role=HOST, config=RunConfig(**codecs), what="job.py", runs=tmp_path)
 
 
-def trained(opened: Session, at: Any = lambda step: None, steps: int = 2) -> nn.Module:
+def trained(opened: Session, at: Any = lambda step: None, steps: int = 2, *, global_batch: int = 4) -> nn.Module:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in Run(opened.context).steps(model, optimizer, SAMPLES, global_batch=4, steps=steps, micro_batch=2):
+    run = Run(opened.context)
+    for step in run.steps(model, optimizer, SAMPLES, global_batch=global_batch, steps=steps, micro_batch=2):
         for batch in step:
             step.backward(model(batch).mean())
         at(step.index)
@@ -126,6 +127,29 @@ def test_a_resumed_run_says_where_the_scripts_arguments_differ(tmp_path: Path) -
     differ = "the script's arguments differ from those of the saved run: "
     assert said(resume=folders[0]) == [f"{differ}--name 'two words' there, none now"]
     assert said("--name", "b", resume=folders[0]) == [f"{differ}none there, --name b now"]
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def source(*arguments: str) -> Source:
+        return Source(files=("job.py",), arguments=arguments, sha256="0")
+
+    with session(tmp_path, source=source("--batch", "4")) as opened:
+        trained(opened)
+    folder = opened.folder
+    before = folder.path / "manifest.json", folder.events
+    contents = [file.read_bytes() for file in before]
+    refused = session(tmp_path, source=source("--batch", "8"), resume=folder.path)
+    with pytest.raises(ConfigError, match="started with global_batch 4, now it is 8"), refused as again:
+        trained(again, global_batch=8)
+    assert [file.read_bytes() for file in before] == contents
+    said = capsys.readouterr().err
+    assert "arguments differ from those of the saved run: --batch 4 there, --batch 8 now" in said
+    assert "resume from" not in said, "that command would be refused again"
+    with session(tmp_path, source=source("--batch", "4", "--log"), resume=folder.path) as again:
+        assert folder.read_manifest().source == source("--batch", "4")
+        trained(again, steps=4)
+    assert folder.read_manifest().source == source("--batch", "4", "--log")
 
 
 @pytest.mark.usefixtures("handlers")
