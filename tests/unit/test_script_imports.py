@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.errors import MissingModuleError, ScriptError
+from potluck.errors import MissingModuleError, ScriptError, UserError
 from potluck.fleet import received
 from potluck.fleet.script import (
     Script,
@@ -91,6 +91,21 @@ def test_all_that_is_missing_is_named_at_once() -> None:
     assert caught.value.hint.startswith("pip install a-package no_such_b ")
     for nothing in ({}, {"torch": "torch"}):
         received._check_modules("job.py", nothing)
+
+
+@pytest.mark.parametrize(
+    ("file", "error", "hint"),
+    [
+        ("net", "net is a folder, and only files can be sent", "name each of its files"),
+        ("no.json", "cannot read .*no.json: No such file", "give the path of a file"),
+    ],
+)
+def test_what_is_no_file_cannot_be_sent(tmp_path: Path, file: str, error: str, hint: str) -> None:
+    (tmp_path / "net").mkdir()
+    (tmp_path / "job.py").write_text("")
+    with pytest.raises(UserError, match=error) as caught:
+        read_script(tmp_path / "job.py", [tmp_path / file])
+    assert caught.value.hint == hint
 
 
 def test_the_traceback_of_a_script_that_was_received_shows_its_lines(capsys: pytest.CaptureFixture[str]) -> None:

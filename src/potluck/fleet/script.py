@@ -76,12 +76,13 @@ def with_files(script: Script, files: Sequence[Path], base: Path) -> Script:
     """The script and the files that are sent with it, which must be in `base` or below."""
     names, contents = list(script.names), list(script.contents)
     for file in files:
+        if names and file.is_dir():
+            raise UserError(f"{file} is a folder, and only files can be sent", hint="name each of its files")
         try:
             contents.append(file.read_bytes())
         except OSError as error:
-            raise UserError(
-                f"cannot read {file}: {error.strerror or error}", hint="give the path of a Python file"
-            ) from error
+            kind = "the path of a file" if names else "the path of a Python file"
+            raise UserError(f"cannot read {file}: {error.strerror or error}", hint=f"give {kind}") from error
         try:
             names.append(file.resolve().relative_to(base.resolve()).as_posix())
         except ValueError:
