@@ -133,13 +133,39 @@ def test_a_file_that_was_sent_and_is_looked_for_elsewhere_is_named(wanted: str, 
     assert caught.value.hint == f"{file} was sent; {where} / {file!r}"
 
 
-def test_a_file_that_was_not_sent_has_the_usual_hint() -> None:
+@pytest.mark.parametrize(
+    ("opened", "file"),
+    [
+        ("'conf.json'", "conf.json"),
+        ("'./conf/a.json'", "conf/a.json"),
+        ("Path(__file__).parent / 'conf.json'", "conf.json"),
+        ("'/nowhere/a.json'", None),
+        ("'../a.json'", None),
+        ("'x; rm y'", None),
+    ],
+)
+def test_a_file_that_was_not_sent_and_may_be_next_to_the_script_is_named(opened: str, file: str | None) -> None:
+    text = f"from pathlib import Path\nopen({opened})".encode()
     with (
         pytest.raises(ScriptError) as caught,
-        running("job.py", hint=lambda: "--send", guest=True, sent=("job.py",)),
+        running("job.py", hint=lambda: "the usual", guest=True, sent=("job.py",)),
     ):
-        run_received(Script(names=("job.py",), contents=(b"open('other.py')",)))
-    assert caught.value.hint == "--send"
+        run_received(Script(names=("job.py",), contents=(text,)))
+    if file is None:
+        assert caught.value.hint == "the usual"
+    else:
+        assert caught.value.hint is not None
+        assert (
+            f"potluck host SCRIPT --send {file}, and open it with Path(__file__).parent / {file!r}; for a data"
+            in (caught.value.hint)
+        )
+
+
+def test_on_the_host_a_file_that_is_not_found_has_the_usual_hint(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("open('conf.json')")
+    with pytest.raises(ScriptError) as caught, running("job.py", hint=lambda: "the usual"):
+        run_file(tmp_path / "job.py", ())
+    assert caught.value.hint == "the usual"
 
 
 @pytest.mark.parametrize(
