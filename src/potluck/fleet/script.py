@@ -12,12 +12,12 @@ import importlib.util
 import linecache
 import runpy
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from potluck.errors import UserError, WireError
+from potluck.fleet.guest_folder import guest_folder
 from potluck.spec.messages import Source
 
 MAX_SCRIPT_BYTES = 4 << 20
@@ -190,15 +190,15 @@ def received_script(
 
 def run_received(script: Script) -> None:
     """Run a received script in a new folder, which is removed afterwards."""
-    with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
+    with guest_folder() as folder:
         for name, content in zip(script.names, script.contents):
-            file = Path(folder) / name
+            file = folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
             # A traceback is shown when the folder is gone: then Python has its lines from here (None: of no file).
             lines = content.decode(errors="replace").splitlines(keepends=True)
             linecache.cache[str(file)] = (len(content), None, lines, str(file))
-        run_file(Path(folder) / script.names[0], script.arguments)
+        run_file(folder / script.names[0], script.arguments)
 
 
 def run_file(path: Path, arguments: Sequence[str]) -> None:
