@@ -421,7 +421,7 @@ def _run_folder(spec: RunSpec) -> Iterator[RunFolder]:
         with folder.held():
             yield folder
     except BaseException:
-        if not _has_anything(folder):
+        if not folder.has_anything():
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
 
@@ -432,12 +432,6 @@ def _changed_arguments(before: Source | None, now: Source | None) -> str | None:
         return None
     were, are = (shlex.join(source.arguments) or "none" for source in (before, now))
     return f"the script's arguments differ from those of the saved run: {were} there, {are} now"
-
-
-def _has_anything(folder: RunFolder) -> bool:
-    """Whether something happened that a person may want to read, or to resume."""
-    told = folder.events.exists() and folder.events.stat().st_size > 0
-    return told or any(folder.checkpoints.iterdir())
 
 
 def _manifest(context: RunContext, spec: RunSpec) -> Manifest:
