@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from potluck.device import pick
+from potluck.errors import NetworkError
 from potluck.hub import inputs
 from potluck.hub import recorder as recorders
-from potluck.hub.recorder import ENTRIES, MOST_FILES, PAUSE_S, Recorder
+from potluck.hub.recorder import ENTRIES, MOST_FILES, PAUSE_S, Recorder, remove_old
 from potluck.report.guest_view import GuestView
 from potluck.report.sentences import describe
 from potluck.spec import events as ev
+from potluck.spec.config import RunConfig
 from potluck.spec.messages import (
     ChangeMessage,
     DoneMessage,
@@ -24,7 +29,9 @@ from potluck.spec.messages import (
     SamplesMessage,
     SketchMessage,
 )
+from potluck.train.guest_session import connect
 from potluck.units import seconds_text
+from potluck.wire.token import Token
 from support.protocol_world import World, joined, of_kind
 
 
@@ -149,6 +156,27 @@ def test_records_of_a_run_that_ended_well_are_removed_and_nobody_elses(tmp_path:
     recorder.discard()
     assert recorder.write(now=True) is None
     assert [p.name for p in tmp_path.iterdir()] == ["flight-tower-7.jsonl"]
+
+
+def test_a_guest_removes_old_records_of_earlier_guests_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = [tmp_path / f"flight-ann-{pid}-1.jsonl" for pid in range(100, 100 + 2 * MOST_FILES)]
+    others = [tmp_path / name for name in ("flight-ann-1.jsonl", "flight-ann-b-7-1.jsonl", "flight-bob-7-1.jsonl")]
+    for age, path in enumerate([*reversed(own), *others]):
+        path.write_text("")
+        os.utime(path, (1e9 - age, 1e9 - age))
+    if os.name == "posix":
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "getuid", lambda: -1)
+            remove_old("ann", tmp_path)
+            assert len(list(tmp_path.iterdir())) == len(own) + len(others), "they are another user's"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    token = Token(addresses=("127.0.0.1",), port=1, host_public=b"h" * 32, guest_secret=b"g" * 32)
+    view = GuestView("quiet")
+    with pytest.raises(NetworkError):
+        connect(token, config=RunConfig(), device=pick("cpu"), name="ann", view=view, wait_s=0.1, give_up_s=1.0)
+    assert sorted(tmp_path.iterdir()) == sorted([*own[-MOST_FILES:], *others])
 
 
 def test_a_guest_says_what_a_record_is_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -235,6 +236,7 @@ def test_the_sizes_that_were_counted_are_told() -> None:
 
 def told(model: nn.Module, steps: Iterator[dict[str, tuple[int, ...]]]) -> list[StatisticsMeasured]:
     notice = StatisticsNotice(batch_statistics(model), 64)
+    model(torch.ones(2, 4))
     news = [notice.after_step(number, sizes) for number, sizes in enumerate(steps, 1)]
     return [event for event in news if event is not None]
 
@@ -265,6 +267,29 @@ def test_nothing_is_told_of_other_models_or_frozen_layers() -> None:
     frozen = nn.Sequential(nn.BatchNorm1d(4)).eval()
     for model in (nn.Linear(4, 4), frozen):
         assert told(model, iter([{"host": (2,) * 32}] * 3)) == []
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self, *, called: bool) -> None:
+        super().__init__()
+        self.used, self.unused, self.called = nn.BatchNorm1d(4), nn.BatchNorm1d(4), called
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x) if self.called else x
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_nothing_is_told_of_layers_that_are_not_called(called: bool) -> None:
+    model = PartlyUsed(called=called)
+    nn.init.ones_(model.unused.running_mean)  # of a checkpoint, for example
+    events = told(model, iter([{"host": (2,) * 32}] * 3))
+    assert [event.names for event in events] == [("used",)] * called
+
+
+def test_layers_without_running_statistics_may_have_been_called() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.LazyBatchNorm1d())
+    (event,) = told(model, iter([{"host": (2,) * 32}] * 3))
+    assert event.names == ("0", "1")
 
 
 # -- guests, and ranks

@@ -241,7 +241,9 @@ def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path) -> None:
 
         def load_state_dict(self, state: dict[str, Any], /) -> None: ...
 
-    with pytest.raises(UserError, match=r"'average\.outer\.inner' of the object 'average': it is a set") as caught:
+    with pytest.raises(
+        UserError, match=r"'average\.outer\.inner' of the object 'average': it is of type set"
+    ) as caught:
         save_linear(tmp_path, 1, objects={"average": Keeper()})
     assert caught.value.hint
     model = nn.Linear(2, 2, dtype=torch.complex128)

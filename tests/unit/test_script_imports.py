@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.errors import MissingModuleError, ScriptError
+from potluck.errors import MissingModuleError, ScriptError, UserError
 from potluck.fleet import received
 from potluck.fleet.script import (
     Script,
@@ -94,6 +94,21 @@ def test_all_that_is_missing_is_named_at_once() -> None:
         received._check_modules("job.py", nothing)
 
 
+@pytest.mark.parametrize(
+    ("file", "error", "hint"),
+    [
+        ("net", "net is a folder, and only files can be sent", "name each of its files"),
+        ("no.json", "cannot read .*no.json: No such file", "give the path of a file"),
+    ],
+)
+def test_what_is_no_file_cannot_be_sent(tmp_path: Path, file: str, error: str, hint: str) -> None:
+    (tmp_path / "net").mkdir()
+    (tmp_path / "job.py").write_text("")
+    with pytest.raises(UserError, match=error) as caught:
+        read_script(tmp_path / "job.py", [tmp_path / file])
+    assert caught.value.hint == hint
+
+
 def test_the_traceback_of_a_script_that_was_received_shows_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
     script = Script(names=("job.py",), contents=(b"def f():\n    raise ValueError('a bug')  # here\nf()\n",))
     with pytest.raises(ScriptError), running("job.py", guest=True):
@@ -119,13 +134,39 @@ def test_a_file_that_was_sent_and_is_looked_for_elsewhere_is_named(wanted: str, 
     assert caught.value.hint == f"{file} was sent; {where} / {file!r}"
 
 
-def test_a_file_that_was_not_sent_has_the_usual_hint() -> None:
+@pytest.mark.parametrize(
+    ("opened", "file"),
+    [
+        ("'conf.json'", "conf.json"),
+        ("'./conf/a.json'", "conf/a.json"),
+        ("Path(__file__).parent / 'conf.json'", "conf.json"),
+        ("'/nowhere/a.json'", None),
+        ("'../a.json'", None),
+        ("'x; rm y'", None),
+    ],
+)
+def test_a_file_that_was_not_sent_and_may_be_next_to_the_script_is_named(opened: str, file: str | None) -> None:
+    text = f"from pathlib import Path\nopen({opened})".encode()
     with (
         pytest.raises(ScriptError) as caught,
-        running("job.py", hint=lambda: "--send", guest=True, sent=("job.py",)),
+        running("job.py", hint=lambda: "the usual", guest=True, sent=("job.py",)),
     ):
-        run_received(Script(names=("job.py",), contents=(b"open('other.py')",)))
-    assert caught.value.hint == "--send"
+        run_received(Script(names=("job.py",), contents=(text,)))
+    if file is None:
+        assert caught.value.hint == "the usual"
+    else:
+        assert caught.value.hint is not None
+        assert (
+            f"potluck host SCRIPT --send {file}, and open it with Path(__file__).parent / {file!r}; for a data"
+            in (caught.value.hint)
+        )
+
+
+def test_on_the_host_a_file_that_is_not_found_has_the_usual_hint(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("open('conf.json')")
+    with pytest.raises(ScriptError) as caught, running("job.py", hint=lambda: "the usual"):
+        run_file(tmp_path / "job.py", ())
+    assert caught.value.hint == "the usual"
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,11 @@ def test_a_run_needs_codecs_that_exist(codecs: dict[str, str], tmp_path: Path) -
         RunSpec(role=HOST, config=RunConfig(**codecs), what="job.py", runs=tmp_path)
 
 
-def trained(opened: Session, at: Any = lambda step: None, steps: int = 2) -> nn.Module:
+def trained(opened: Session, at: Any = lambda step: None, steps: int = 2, **more: Any) -> nn.Module:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in Run(opened.context).steps(model, optimizer, SAMPLES, global_batch=4, steps=steps, micro_batch=2):
+    given = {"global_batch": 4, "micro_batch": 2, "steps": steps, **more}
+    for step in Run(opened.context).steps(model, optimizer, SAMPLES, **given):
         for batch in step:
             step.backward(model(batch).mean())
         at(step.index)
@@ -129,6 +130,29 @@ def test_a_resumed_run_says_where_the_scripts_arguments_differ(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("handlers")
+def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def source(*arguments: str) -> Source:
+        return Source(files=("job.py",), arguments=arguments, sha256="0")
+
+    with session(tmp_path, source=source("--batch", "4")) as opened:
+        trained(opened)
+    folder = opened.folder
+    before = folder.path / "manifest.json", folder.events
+    contents = [file.read_bytes() for file in before]
+    refused = session(tmp_path, source=source("--batch", "8"), resume=folder.path)
+    with pytest.raises(ConfigError, match="started with global_batch 4, now it is 8"), refused as again:
+        trained(again, global_batch=8)
+    assert [file.read_bytes() for file in before] == contents
+    said = capsys.readouterr().err
+    assert "arguments differ from those of the saved run: --batch 4 there, --batch 8 now" in said
+    assert "resume from" not in said, "that command would be refused again"
+    with session(tmp_path, source=source("--batch", "4", "--log"), resume=folder.path) as again:
+        assert folder.read_manifest().source == source("--batch", "4")
+        trained(again, steps=4)
+    assert folder.read_manifest().source == source("--batch", "4", "--log")
+
+
+@pytest.mark.usefixtures("handlers")
 def test_a_folder_in_which_nothing_happened_is_removed_on_an_error_only(tmp_path: Path) -> None:
     with pytest.raises(LoopError, match="without reaching"), session(tmp_path) as opened:
         opened.check_began()
@@ -136,6 +160,23 @@ def test_a_folder_in_which_nothing_happened_is_removed_on_an_error_only(tmp_path
     with pytest.raises(ValueError, match="in the script"), session(tmp_path) as opened:  # noqa: PT012
         trained(opened)
         raise ValueError("in the script")
+    assert opened.folder.events.exists()
+
+
+@pytest.mark.usefixtures("handlers")
+def test_the_folder_of_a_run_that_failed_in_its_first_step_is_removed(tmp_path: Path) -> None:
+    def fail(model: nn.Module) -> None:
+        raise ValueError("in the first step")
+
+    view = Seen()
+    with pytest.raises(ValueError, match="in the first step"), session(tmp_path, view) as opened:
+        trained(opened, before_update=fail)
+    (end,) = [event for event in view.events if isinstance(event, RunEnded)]
+    assert (end.reason, end.step, end.folder) == ("failed", 0, "")
+    assert not opened.folder.path.exists()
+    with pytest.raises(ValueError, match="in the first step"), session(tmp_path) as opened:  # noqa: PT012
+        opened.context.log.emit(RunNote(text="something that a person may want to read"))
+        trained(opened, before_update=fail)
     assert opened.folder.events.exists()
 
 

@@ -39,9 +39,7 @@ def read_fleet(words: Sequence[str]) -> FleetFile:
         else:
             machines.append(NamedMachine(ssh=word))
     if len(machines) > MOST_GUESTS:
-        raise ConfigError(
-            f"{len(machines)} machines are too many", hint=f"at most {MOST_GUESTS} guests take part"
-        )
+        raise ConfigError(f"{len(machines)} machines are too many", hint=f"at most {MOST_GUESTS} guests take part")
     named = _with_names(machines)
     if host and host not in [m.name for m in named]:
         raise _no_host(host, named)

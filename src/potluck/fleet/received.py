@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 from potluck.checked import build
 from potluck.errors import MissingModuleError
 from potluck.fleet.script import guest_hint, missing_here, read_script, received_script, run_file, run_received
-from potluck.fleet.script_errors import GUEST_HINT, HINT, IN_LOOP_HINT, running
+from potluck.fleet.script_errors import GUEST_HINT, HINT, IN_LOOP_HINT, PLAIN_NAME, running
 from potluck.train import recipes
 from potluck.train.context import RunContext
 from potluck.train.recipes.job import train as train_recipe
-
-_NAME = re.compile(r"[A-Za-z0-9._/-]{0,80}")
-"""A valid name of a module, package or file. Other names from a host are not repeated in a suggested command."""
 
 
 def run_work(context: RunContext, local: Path | None, tell: Callable[[str], None]) -> None:
@@ -44,7 +40,7 @@ def run_work(context: RunContext, local: Path | None, tell: Callable[[str], None
 
 def _check_modules(script: str, imports: dict[str, str]) -> None:
     """Before the script runs, raise an error that lists all modules that it imports and this machine lacks."""
-    names = {module: where for module, where in imports.items() if all(map(_NAME.fullmatch, (module, where)))}
+    names = {module: where for module, where in imports.items() if all(map(PLAIN_NAME.fullmatch, (module, where)))}
     missing = missing_here(names)
     if missing:
         raise MissingModuleError(

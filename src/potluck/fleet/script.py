@@ -12,7 +12,6 @@ import importlib.util
 import linecache
 import runpy
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -20,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from potluck.errors import UserError, WireError
+from potluck.fleet.guest_folder import guest_folder
 from potluck.spec.messages import Source
 
 MAX_SCRIPT_BYTES = 4 << 20
@@ -78,12 +78,13 @@ def with_files(script: Script, files: Sequence[Path], base: Path) -> Script:
     """The script and the files that are sent with it, which must be in `base` or below."""
     names, contents = list(script.names), list(script.contents)
     for file in files:
+        if names and file.is_dir():
+            raise UserError(f"{file} is a folder, and only files can be sent", hint="name each of its files")
         try:
             contents.append(file.read_bytes())
         except OSError as error:
-            raise UserError(
-                f"cannot read {file}: {error.strerror or error}", hint="give the path of a Python file"
-            ) from error
+            kind = "the path of a file" if names else "the path of a Python file"
+            raise UserError(f"cannot read {file}: {error.strerror or error}", hint=f"give {kind}") from error
         try:
             names.append(file.resolve().relative_to(base.resolve()).as_posix())
         except ValueError:
@@ -191,15 +192,15 @@ def received_script(
 
 def run_received(script: Script) -> None:
     """Run a received script in a new folder, which is removed afterwards."""
-    with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
+    with guest_folder() as folder:
         for name, content in zip(script.names, script.contents):
-            file = Path(folder) / name
+            file = folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
             # A traceback is shown when the folder is gone: then Python has its lines from here (None: of no file).
             lines = content.decode(errors="replace").splitlines(keepends=True)
             linecache.cache[str(file)] = (len(content), None, lines, str(file))
-        run_file(Path(folder) / script.names[0], script.arguments)
+        run_file(folder / script.names[0], script.arguments)
 
 
 class _ScriptInProcesses(ModuleType):

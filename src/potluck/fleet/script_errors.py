@@ -15,6 +15,8 @@ from potluck.fleet.script import guest_hint, run_file
 from potluck.train.ending import Interrupted
 from potluck.train.session import Session
 
+PLAIN_NAME = re.compile(r"[A-Za-z0-9._/-]{0,80}")
+"""A valid name of a module, package or file. Other names from a host are not repeated in a suggested command."""
 HINT = "the traceback above is from the script"
 IN_LOOP_HINT = f"{HINT}; the host has been told"
 GUEST_HINT = (
@@ -59,8 +61,14 @@ def running(
         sys.stderr.writelines(traceback.format_list(inner))
         sys.stderr.writelines(traceback.format_exception_only(error))
         advice = hint()
-        if isinstance(error, FileNotFoundError) and (file := _among(sent, error.filename)):
-            advice = f"{file} was sent; it is next to the script: open it with Path(__file__).parent / {file!r}"
+        if isinstance(error, FileNotFoundError):
+            if file := _among(sent, error.filename):
+                advice = f"{file} was sent; it is next to the script: open it with Path(__file__).parent / {file!r}"
+            elif sent and (file := _beside(name, inner, error.filename)):
+                advice = (
+                    f"on the host: potluck host SCRIPT --send {file}, and open it with Path(__file__).parent / "
+                    f"{file!r}; for a data set, give a function instead (it is not called on guests)"
+                )
         if guest and isinstance(error, TypeError) and "NoneType" in str(error) and _use_loss(inner):
             advice += "; step.loss is None on a guest: use it only where run.is_host is true"
         if isinstance(error, ModuleNotFoundError) and error.name:
@@ -76,6 +84,19 @@ def _among(sent: Sequence[str], wanted: object) -> str | None:
     path = PurePosixPath(PurePath(wanted).as_posix())
     same = [name for name in sent if not path.is_absolute() and PurePosixPath(name).parts == path.parts]
     return next(iter(same or (name for name in sent if PurePosixPath(name).name == path.name)), None)
+
+
+def _beside(script: str, frames: Sequence[traceback.FrameSummary], wanted: object) -> str | None:
+    """The path of a file from the script's folder, if it would be in there and its name can be shown."""
+    if not isinstance(wanted, str | PurePath):
+        return None
+    path = PurePath(wanted)
+    folders = [file.parent for frame in frames if (file := PurePath(frame.filename)).name == script]
+    if folders and path.is_relative_to(folders[0]):
+        path = path.relative_to(folders[0])
+    name = path.as_posix()
+    plain = path.name and not path.is_absolute() and ".." not in path.parts
+    return name if plain and PLAIN_NAME.fullmatch(name) else None
 
 
 def _use_loss(frames: Sequence[traceback.FrameSummary]) -> bool:

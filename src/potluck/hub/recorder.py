@@ -107,6 +107,23 @@ def _is_fault(event: RunEvent) -> bool:
     return False
 
 
+def remove_old(name: str, folder: Path) -> None:
+    """Remove all but this user's newest records of processes with this name, which have their number after it."""
+    pattern, user, found = re.compile(re.escape(_stem(name)) + r"-\d+-\d+\.jsonl"), getattr(os, "getuid", int)(), []
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            with contextlib.suppress(OSError):  # its process has just removed it
+                if pattern.fullmatch(path.name) and (stat := path.lstat()).st_uid == user:
+                    found.append((stat.st_mtime, path))
+    for _, path in sorted(found)[:-MOST_FILES]:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _stem(name: str) -> str:
+    return "flight-" + re.sub(r"[^A-Za-z0-9._-]", "_", name)[:60]
+
+
 class Recorder:
     """A bounded ring that any thread may write to; a message costs it a microsecond or two."""
 
@@ -223,7 +240,7 @@ class Recorder:
 
     def _new_file(self, text: bytes) -> Path:
         assert self._folder is not None
-        stem = "flight-" + re.sub(r"[^A-Za-z0-9._-]", "_", self.name)[:60]
+        stem = _stem(self.name)
         self._folder.mkdir(parents=True, exist_ok=True)
         number = max(self._numbers(stem), default=0) + 1
         path = self._folder / f"{stem}-{number}.jsonl"

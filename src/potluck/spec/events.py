@@ -181,7 +181,7 @@ class RunEnded(_Event, frozen=True, kw_only=True, tag="run_end"):
     reason: Text
     """`finished`, `interrupted` or `failed`."""
     folder: Text
-    """Path of the run folder; empty without one."""
+    """Path of the run folder; empty without one, and if it is removed because the run failed at once."""
 
 
 # -- guests ---------------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from potluck.balance.leases import Least
 from potluck.spec.events import StatisticsMeasured
@@ -55,6 +57,10 @@ def _uses_batch(layer: nn.Module) -> bool:
     return layer.training or without_running
 
 
+def _running(layer: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in layer.named_buffers() if not is_lazy(buffer)}
+
+
 def least_samples(statistics: BatchStatistics | None, global_batch: int) -> Least:
     """The smallest micro-batch and the smallest lease of a run."""
     if statistics is None:
@@ -64,13 +70,18 @@ def least_samples(statistics: BatchStatistics | None, global_batch: int) -> Leas
 
 class StatisticsNotice:
     """Reports over how many samples a run normalises: once at the start, with the first guest's part, and when it
-    has halved."""
+    has halved.
+
+    A layer whose running statistics are as they were has not been called: the model only holds it.
+    """
 
     def __init__(self, statistics: BatchStatistics | None, global_batch: int) -> None:
         self._statistics, self._global_batch = statistics, global_batch
         self._told: float | None = None
         self._told_shared = False
         self._steps = 0
+        layers = statistics.layers if statistics is not None else ()
+        self._before = [{name: buffer.clone() for name, buffer in _running(layer).items()} for _, layer in layers]
 
     def after_step(self, step: int, sizes: Mapping[str, Sequence[int]]) -> StatisticsMeasured | None:
         """`sizes`: the micro-batches of each machine in the last step. Returns the event, if there is something
@@ -86,7 +97,9 @@ class StatisticsNotice:
         if not news:
             return None
         self._told, self._told_shared = effective, self._told_shared or shared
-        layers = self._statistics.layers
+        layers = self._called(self._statistics)
+        if not layers:
+            return None
         return StatisticsMeasured(
             step=step,
             kind=type(layers[0][1]).__name__,
@@ -96,3 +109,12 @@ class StatisticsNotice:
             micro_batch={machine: max(s) for machine, s in sizes.items() if s},
             effective_batch=round(effective, 2),
         )
+
+    def _called(self, statistics: BatchStatistics) -> list[tuple[str, nn.Module]]:
+        """Compares tensors of the device, so it is called only where there is something to report."""
+        return [
+            (name, layer)
+            for (name, layer), before in zip(statistics.layers, self._before)
+            if not before
+            or any(not torch.equal(before[key], now) for key, now in _running(layer).items() if key in before)
+        ]

@@ -58,6 +58,9 @@ class LoopState:
     """On a host: its guests."""
     waiting_thread: int | None = None
     """The thread of a loop that waits for samples: see `Waiting`."""
+    accepted: bool = False
+    """Whether the training began: nothing was wrong with what `run.steps` was given, nor with the resumed run."""
+    on_accepted: Callable[[], None] = lambda: None
     _stop: threading.Event = field(default_factory=threading.Event)
     _ending: Ending | None = None
 
@@ -74,8 +77,9 @@ class LoopState:
         return self.waiting_thread == threading.get_ident()
 
     def ends_by(self, ending: Ending) -> None:
-        """A loop registers how it is ended."""
-        self._ending = ending
+        """A loop registers how it is ended, once it is ready to train."""
+        self._ending, self.accepted = ending, True
+        self.on_accepted()
 
     @property
     def training(self) -> bool:

@@ -27,6 +27,7 @@ from potluck._version import __version__
 from potluck.bounds import Named, Text
 from potluck.errors import RunFolderError
 from potluck.failpoints import hit
+from potluck.spec.events import RunEnded, RunStarted, from_json
 from potluck.spec.manifest import Manifest
 
 MANIFEST = "manifest.json"
@@ -60,6 +61,16 @@ class RunFolder:
     @property
     def token(self) -> Path:
         return self.path / "token"
+
+    def has_anything(self) -> bool:
+        """Whether something happened that a person may want to read, or to resume."""
+        try:
+            if self.checkpoints.exists() and any(self.checkpoints.iterdir()):
+                return True
+            with self.events.open("rb") as lines:
+                return any(_tells(line) for line in lines)
+        except OSError as error:
+            return not isinstance(error, FileNotFoundError)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -109,6 +120,13 @@ class RunFolder:
                 f"{path} is damaged: {error}",
                 hint="restore the file from a copy of the run folder, or start a new run",
             ) from None
+
+
+def _tells(line: bytes) -> bool:
+    """Whether a line of a log tells more than that a training began and ended."""
+    with suppress(msgspec.DecodeError):
+        return not isinstance(from_json(line), RunStarted | RunEnded)
+    return True
 
 
 def _other_version(path: Path) -> str | None:

@@ -15,7 +15,7 @@ from typing import Protocol
 from potluck.device import Device
 from potluck.errors import LoopError, NetworkError, PotluckError, ScriptError, UserError
 from potluck.hub.link import GuestLink
-from potluck.hub.recorder import Recorder
+from potluck.hub.recorder import Recorder, remove_old
 from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
 from potluck.spec.events import RunEvent
@@ -68,7 +68,9 @@ def connect(
     an exception of it ends this.
     """
     if records is None:  # all processes of this machine share the folder for temporary files
-        recorder = Recorder(f"{name}-{os.getpid()}", Path(tempfile.gettempdir()), tell=view.recorded)
+        temporary = Path(tempfile.gettempdir())
+        remove_old(name, temporary)
+        recorder = Recorder(f"{name}-{os.getpid()}", temporary, tell=view.recorded)
     else:
         recorder = Recorder(name, records, tell=view.recorded)
     hello = HelloMessage(name=name, device=device.label, platform=sys.platform, **versions())

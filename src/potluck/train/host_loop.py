@@ -109,8 +109,8 @@ class HostTrainer:
         self._hooks = UpdateHooks(
             parts.optimizer, hub.updating, over=lambda: self._ending.over, by_trainer=parts.options.by_trainer
         )
-        parts.context.loop.ends_by(self._ending)
         parts.context.loop.steps_done = lambda: parts.ledger.step
+        parts.context.loop.ends_by(self._ending)
 
     # -- the run ----------------------------------------------------------------------------------------
 

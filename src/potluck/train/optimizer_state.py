@@ -84,7 +84,7 @@ def flatten(tree: Any, path: str, tensors: dict[str, Tensor] | None, *, of: str)
     if isinstance(tree, (list, tuple)):
         items = [flatten(item, _join(path, i), tensors, of=of) for i, item in enumerate(tree)]
         return items if isinstance(tree, list) else {"$tuple": items}
-    raise _cannot_hold(path, of, f"a {type(tree).__qualname__}")
+    raise _cannot_hold(path, of, f"of type {type(tree).__qualname__}")
 
 
 def unflatten(json_tree: Json, tensors: Mapping[str, Tensor]) -> Any:
@@ -185,7 +185,8 @@ def _add(tensors: dict[str, Tensor], path: str, tensor: Tensor) -> str:
 def _cannot_hold(path: str, of: str, what: str) -> UserError:
     return UserError(
         f"a checkpoint cannot hold {path!r} of {of}: it is {what}",
-        hint="state_dict() may give numbers, strings, None, lists, tuples, dicts and dense tensors",
+        hint="it holds numbers, strings, None, lists, tuples, dicts and dense tensors; of an object with "
+        "state_dict() and load_state_dict(), what state_dict() gives",
     )
 
 

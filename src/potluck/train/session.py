@@ -112,6 +112,8 @@ class Session:
         self._owner = os.getpid()
         self._lock = threading.RLock()
         self._joined: dict[str, MachineEntry] = {}
+        self._changed: str | None = None
+        """Where the arguments of a resumed run's script differ."""
 
     @property
     def folder(self) -> RunFolder:
@@ -201,7 +203,7 @@ class Session:
             page = self._open_page(folder, spec.config.web, lambda: loop.members())
             stack.callback(page.close)  # when the log is complete
         stack.callback(log.close)
-        stack.push(lambda kind, error, trace: self._tell_how_to_resume(folder, error, began=loop.began))
+        stack.push(lambda kind, error, trace: self._tell_how_to_resume(folder, error, loop))
         stack.callback(self._view.close)
         stack.callback(self._close_listener)
         guests = self._make_guests(folder.path) if self._make_guests is not None else None
@@ -230,12 +232,14 @@ class Session:
             interruption=self._interruption,
             loop=loop,
         )
-        manifest = _manifest(self.context, spec)
-        if spec.resume is not None and (changed := _changed_arguments(folder.read_manifest().source, spec.source)):
-            log.emit(RunNote(text=changed))
-        folder.write_manifest(manifest)
+        self._manifest = _manifest(self.context, spec)
+        if spec.resume is None:
+            folder.write_manifest(self._manifest)
+        else:
+            self._changed = _changed_arguments(folder.read_manifest().source, spec.source)
+            loop.on_accepted = self._resumed
         if self._open_listener is not None:
-            opened = self._open_listener(folder.path, manifest, lambda text: log.emit(RunNote(text=text)))
+            opened = self._open_listener(folder.path, self._manifest, lambda text: log.emit(RunNote(text=text)))
             self._listener = guarded(opened, "a logger")
         if spec.guests:
             assert guests is not None and admission is not None
@@ -287,7 +291,15 @@ class Session:
         assert self.context.admission is not None
         admission = replace(self.context.admission, source=source, files=files)
         self.context = replace(self.context, admission=admission)
-        self.folder.write_manifest(structs.replace(self.folder.read_manifest(), source=source))
+        self._manifest = structs.replace(self._manifest, source=source)
+        if self.spec.resume is None:
+            self.folder.write_manifest(self._manifest)
+
+    def _resumed(self) -> None:
+        """The saved run fits the script, and is trained on. A refused one keeps its manifest and its log."""
+        if self._changed is not None:
+            self.context.log.emit(RunNote(text=self._changed))
+        self.folder.write_manifest(self._manifest)
 
     def _show(self, text: str) -> None:
         """Show a sentence that must not be in the log."""
@@ -333,11 +345,13 @@ class Session:
     ) -> None:
         self.context.loop.end("finished" if error is None else "failed")
 
-    def _tell_how_to_resume(self, folder: RunFolder, error: BaseException | None, *, began: bool) -> None:
+    def _tell_how_to_resume(self, folder: RunFolder, error: BaseException | None, loop: LoopState) -> None:
         """Show how to resume after a failure, if there is a checkpoint. The messages for a stop and for NaN already
-        say it."""
+        say it. The command of a refused resume would be refused again."""
         failed = isinstance(error, Exception) and not isinstance(error, NonFiniteError)
-        if failed and began and newest_first(folder.checkpoints):
+        if failed and not loop.accepted and self._changed is not None:
+            say(self._changed)
+        if failed and loop.accepted and newest_first(folder.checkpoints):
             say(f"resume from the last checkpoint with: {self.spec.again(folder.path)}")
 
     def _close_listener(self) -> None:
@@ -407,7 +421,7 @@ def _run_folder(spec: RunSpec) -> Iterator[RunFolder]:
         with folder.held():
             yield folder
     except BaseException:
-        if not _has_anything(folder):
+        if not folder.has_anything():
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
 
@@ -418,12 +432,6 @@ def _changed_arguments(before: Source | None, now: Source | None) -> str | None:
         return None
     were, are = (shlex.join(source.arguments) or "none" for source in (before, now))
     return f"the script's arguments differ from those of the saved run: {were} there, {are} now"
-
-
-def _has_anything(folder: RunFolder) -> bool:
-    """Whether something happened that a person may want to read, or to resume."""
-    told = folder.events.exists() and folder.events.stat().st_size > 0
-    return told or any(folder.checkpoints.iterdir())
 
 
 def _manifest(context: RunContext, spec: RunSpec) -> Manifest:

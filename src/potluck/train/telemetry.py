@@ -251,7 +251,9 @@ class Telemetry:
         return (mean_s + self._between_s / max(1, step - self._first_step)) * max(0, self._total_steps - step)
 
     def ended(self, step: int, loss: float | None, reason: str) -> None:
-        seconds = time.monotonic() - self._started
+        seconds, folder = time.monotonic() - self._started, self._context.folder
+        if reason == "failed" and folder is not None and not folder.has_anything():
+            folder = None  # it is removed
         self._context.log.emit(
             RunEnded(
                 step=step,
@@ -261,7 +263,7 @@ class Telemetry:
                 samples_per_s=self._samples / max(self._steps_s, 1e-9),
                 speedup=self._gain.value,
                 reason=reason,
-                folder=str(self._context.folder.path) if self._context.folder else "",
+                folder=str(folder.path) if folder else "",
             )
         )
 
