@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -234,9 +235,11 @@ class HostedRun(Run):
         """The thread in which the loop runs."""
         self._open(spec)
         super().__init__(self._session.context)
-        if self.token is not None and not spec.guests and view != "quiet":
-            run_session.tell_join_line(self.token, spec.sharing.token_file, view)
-        self._tell_rest()
+        # Where nobody reads the output any more, the session ends the run as with Ctrl-C.
+        with contextlib.suppress(BrokenPipeError):
+            if self.token is not None and not spec.guests and view != "quiet":
+                run_session.tell_join_line(self.token, spec.sharing.token_file, view)
+            self._tell_rest()
 
     @functools.wraps(Run.steps)
     def steps(self, *given: Any, **keywords: Any) -> Iterator[Step]:  # type: ignore[override]
