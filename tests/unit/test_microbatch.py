@@ -295,10 +295,13 @@ def run_alone(seconds: Seconds, *, limit: int, free: int | None = 10_000) -> Mic
     return micro
 
 
-def test_the_whole_step_is_kept_unless_the_found_size_is_faster() -> None:
-    assert run_alone(cpu, limit=64).settled == 64  # not slower than any smaller size
+def test_the_whole_step_is_taken_if_it_is_faster_than_the_found_size() -> None:
+    def slower_in_between(size: int) -> float:
+        return size * (0.01 if size <= 4 else 0.02 if size < 50 else 0.005)
+
+    assert run_alone(slower_in_between, limit=64).settled == 64
+    assert run_alone(slower_in_between, limit=50).settled == 50
     assert run_alone(lambda size: size * (0.01 if size <= 4 else 0.02), limit=64).settled == 4
-    assert run_alone(cpu, limit=50).settled == 50
 
 
 def test_the_whole_step_is_not_tried_where_it_may_not_fit() -> None:

@@ -1,8 +1,7 @@
 """How many samples this machine computes at once: given, or found by doubling while it is faster and fits.
 
 On a busy machine the search can end too early. So half and twice the size are compared with it again occasionally,
-at a bounded cost. Where there are no guests, the found size is first compared with the whole step, as a plain loop
-computes it, and replaces that only if it is faster.
+at a bounded cost. Where there are no guests, it is first compared with the whole step, as a plain loop computes it.
 
 For a model with batch statistics it is as many as fit, because a second micro-batch makes it learn worse, whatever
 the speed.
@@ -71,12 +70,10 @@ class Review:
     _cost_s: float = 0.0
     """Seconds that reviews took more than the same samples at the current size."""
     _missed: int = 0
-    _first: bool = False
-    """Whether this review compares with the whole step, which is kept unless it is slower."""
 
     def begin_with(self, whole: int) -> None:
         """Compare with the whole step now."""
-        self._first, self._other, self._trials = True, whole, {self.now: [], whole: []}
+        self._other, self._trials = whole, {self.now: [], whole: []}
 
     def size(self) -> int:
         """The size to compute next: in a review, the one that was measured less often."""
@@ -114,7 +111,7 @@ class Review:
         if near is None or len(self._trials[near]) >= MISSES:  # a share that the other size never fits into
             self._missed += 1
             if self._missed >= MISSES + self.lag:
-                self._other, self._first = None, False
+                self._other = None
             return
         self._trials[near].append(seconds / size)
         if min(map(len, self._trials.values())) < REVIEW_TRIALS:
@@ -122,9 +119,7 @@ class Review:
         other, self._other = self._other, None
         there, here = self._trials[other], self._trials[self.now]
         self._cost_s += max(0.0, (fmean(there) - fmean(here)) * len(there) * other)
-        taken = FASTER * min(there) < min(here) if self._first else min(there) <= FASTER * min(here)
-        self._first = False
-        if taken:
+        if min(there) <= FASTER * min(here):
             self._larger = other > self.now  # further in this direction
             self.now, self._every = other, FIRST_REVIEW
         else:
