@@ -338,7 +338,7 @@ def test_bad_input_is_an_error_without_a_traceback(tmp_path: Path) -> None:
         (["run.log"], "potluck doctor --error run.log"),
         (["--error", "run.log", "bad.json"], "--error takes one log"),
         ([""], "the address is empty"),
-        (["--cluster", "none.toml"], "cannot be read"),
+        (["--cluster", "none.toml"], "cannot read none.toml"),
         (["--token-file", "none"], "cannot read a token"),
     ):
         from potluck.cli import _app

@@ -96,10 +96,9 @@ def test_sharded_models_are_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         flat = fsdp.FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"), use_orig_params=True)
-        split = parallelize_module(
-            nn.Sequential(nn.Linear(2, 2)), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()}
-        )
-        for sharded in (nn.Sequential(flat), fsdp.fully_shard(nn.Linear(2, 2)), split):
+        mesh = init_device_mesh("cpu", (1,))  # not the fake device of another test in this process
+        split = parallelize_module(nn.Sequential(nn.Linear(2, 2)), mesh, {"0": ColwiseParallel()})
+        for sharded in (nn.Sequential(flat), fsdp.fully_shard(nn.Linear(2, 2), mesh=mesh), split):
             with pytest.raises(LoopError, match=r"sharded over the ranks \(FSDP or tensor") as raised:
                 check_model(sharded)
             assert "plain model" in raised.value.hint
