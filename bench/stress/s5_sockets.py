@@ -111,7 +111,7 @@ def meet(fleet: Fleet, verb: str, options: tuple[str, ...], more: tuple[str, ...
         client = fleet.potluck(verb, token, *more, name="client")
         with Listening(client.pid) as its_sockets:
             status = client.wait(DEADLINE_S)
-        listener.wait_for_text("came to", DEADLINE_S)
+        listener.wait_for_text("connected to ", DEADLINE_S)
         listener.interrupt()
         listener.succeeds(DEADLINE_S)
     campaign.add(commands=2, looks=sockets.looks, sockets=len(sockets.all))
