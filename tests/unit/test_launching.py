@@ -160,6 +160,7 @@ def test_a_guest_that_left_or_made_a_mistake_is_not(status: int) -> None:
     assert len(world.guests["desk"]) == 1
 
 
+@pytest.mark.slow
 def test_one_that_fails_again_and_again_is_given_up() -> None:
     world = World({"desk": [GuestEnd(-9, "killed")] * 100, "mac": [None]})
     launched(world, lambda: any("given up" in words for _, words in world.told))

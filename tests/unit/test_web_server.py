@@ -182,6 +182,7 @@ def test_what_is_no_request_is_ended(page: WebPage) -> None:
     assert get(port, f"/{SECRET}/")[0] == 200
 
 
+@pytest.mark.slow
 def test_a_thousand_connections_are_closed_and_the_page_is_still_served(page: WebPage) -> None:
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
